@@ -119,7 +119,7 @@ def from_dict(
         BaseModel.__init__(config, **nested)
     except ValidationError as error:
         raise _translate(error, path) from None
-    return cast(C, config)
+    return config
 
 
 def load_json(file: Path, expected: type[C], *, allow: Iterable[str] = ()) -> C:

@@ -1,0 +1,33 @@
+"""The output head: hidden states to logits or straight to the loss. Legend: T tokens, D width, V vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from surefoot.blocks.base import Block, Initial
+from surefoot.ops.linear import linear
+from surefoot.ops.loss import LossSums, linear_cross_entropy
+
+
+class Head(Block):
+    """A linear map onto the vocabulary, with a weight of its own or the embedding's (tied)."""
+
+    def __init__(self, vocab_size: int, width: int, z_loss: float, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.z_loss = z_loss
+        if tied is None:
+            self.weight = self.add_weight("weight", (vocab_size, width), ("vocab", "embed"), Initial(std=width**-0.5))
+        else:
+            self.register_parameter("weight", tied)  # the owner names its axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states (..., D) to logits (..., V)."""
+        return linear(x, self.weight)
+
+    def loss(self, x_TD: Tensor, targets_T: Tensor) -> tuple[Tensor, LossSums]:
+        """Summed cross-entropy plus the weighted z term, and both sums for the record."""
+        return linear_cross_entropy(x_TD, self.weight, targets_T, self.z_loss)
+
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+        return 2.0 * self.weight.numel()

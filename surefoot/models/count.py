@@ -1,0 +1,59 @@
+"""Counting parameters and FLOPs of a model built on the meta device, under every convention in use.
+
+"How many parameters" and "how many FLOPs" have several honest answers; scaling laws shift with the choice (Porian et
+al., 2024), so a run records all of them by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.models.decoder import Decoder, DecoderConfig
+from surefoot.models.initialise import named_weights
+
+
+def build_meta(config: DecoderConfig) -> Decoder:
+    """The model without storage."""
+    with torch.device("meta"):
+        return config.build()
+
+
+def count_parameters(model: Decoder) -> dict[str, int]:
+    """Parameters by convention.
+
+    total: every logical weight once (a tied head not again); non_embedding: without the embedding (Kaplan et al., 2020,
+    with the head's own weight kept out too); matmul: weights that multiply every token (head included, also when tied);
+    vector: norms and other 1-D weights.
+    """
+    total = vocabulary = vector = 0
+    for _, block, name in named_weights(model):
+        size, axes = getattr(block, name).numel(), block.axes[name]
+        total += size
+        vocabulary += size if "vocab" in axes else 0
+        vector += size if len(axes) == 1 else 0
+    return {
+        "total": total,
+        "non_embedding": total - vocabulary,
+        "matmul": total - vocabulary - vector + model.head.weight.numel(),
+        "vector": vector,
+    }
+
+
+def flops_per_token(model: Decoder, length: int) -> dict[str, float]:
+    """Training FLOPs a token (forward plus backward, a multiply-add counted as two) by convention.
+
+    6N_total and 6N_non_embedding: six times that many parameters, attention ignored; full: matrix products and attention
+    over all `length` keys, as PaLM counts (Chowdhery et al., 2022); causal: only the scores that the mask lets through.
+    """
+    counts = count_parameters(model)
+
+    def forward(causal: bool) -> float:
+        layers = sum(layer.mixer.flops(length, causal=causal) + layer.ffn.flops() for layer in model._layers())
+        return float(layers) + model.head.flops()
+
+    return {
+        "6N_total": 6.0 * counts["total"],
+        "6N_non_embedding": 6.0 * counts["non_embedding"],
+        "full": 3.0 * forward(causal=False),
+        "causal": 3.0 * forward(causal=True),
+    }

@@ -1,0 +1,44 @@
+"""Filling a model's weights: each by a generator of its own, seeded by the weight's full name.
+
+No weight's start depends on the order of construction, on the other weights, or on how the model is laid out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.blocks.base import Block
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Block, str]]:
+    """Each logical weight once: its full name, the block that owns it and its name there.
+
+    Raises `TypeError` when a parameter has no axes: such a weight could be neither laid out nor grouped.
+    """
+    owned: set[int] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, Block):
+            for name in module.axes:
+                owned.add(id(getattr(module, name)))
+                yield (f"{prefix}.{name}" if prefix else name), module, name
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in owned:
+            raise TypeError(f"parameter {name} names no axes; register it with Block.add_weight")
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on the seed and the name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every weight in place."""
+    for full_name, block, name in named_weights(model):
+        weight: Tensor = getattr(block, name)
+        weight.copy_(block.initial[name].draw(weight.shape, generator_for(seed, full_name)))

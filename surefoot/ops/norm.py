@@ -1,0 +1,50 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019), statistics in at least fp32.
+
+Legend: D normalised width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves the input and one number a row; the normalised tensor is made again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, inverse, weight_D)
+        y = (wide.mul_(inverse) if wide is not x else wide * inverse).to(x.dtype)
+        return y.mul_(weight_D.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        x, inverse, weight_D = ctx.saved_tensors
+        unit = x.float() * inverse
+        grad_unit = grad.float()
+        grad_weight = torch.einsum("nd,nd->d", grad_unit.reshape(-1, x.shape[-1]), unit.reshape(-1, x.shape[-1]))
+        grad_unit = grad_unit * weight_D.float()
+        along = (grad_unit * unit).mean(-1, keepdim=True)
+        grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight.to(weight_D.dtype), None
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x (..., D) divided by the root of its mean square plus `eps`, times `weight_D`, in x's dtype."""
+    if x.dtype is torch.float64:
+        return rms_norm_plain(x, weight_D, eps)
+    y: Tensor = _RMSNorm.apply(x, weight_D, eps)
+    return y
+
+
+def rms_norm_plain(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The reference of `rms_norm`, by autograd."""
+    wide = x if x.dtype is torch.float64 else x.float()
+    unit = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (unit.to(x.dtype) * weight_D.to(x.dtype)).to(x.dtype)

@@ -1,0 +1,35 @@
+"""The gate of a SwiGLU feed-forward network (Shazeer, 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps gate and up; the activated gate is made again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, elementwise."""
+    y: Tensor = _SwiGLU.apply(gate, up)
+    return y
+
+
+def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
+    """The reference of `swiglu`, by autograd."""
+    return gate * torch.sigmoid(gate) * up
