@@ -1,0 +1,1 @@
+"""Optimizers, schedules and clipping: groups by axes, state under logical names."""

@@ -1,0 +1,40 @@
+"""Gradient clipping by the norm over all logical parameters, each counted once.
+
+torch's own `clip_grad_norm_` multiplies whether it has to or not, and fails where parameters live on different meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all entries, 0-d, in fp64 where a gradient is and otherwise fp32; 0 of nothing."""
+    if not gradients:
+        return torch.zeros(())
+    dtype = torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32
+    norms: Sequence[Tensor] = torch._foreach_norm(list(gradients), 2, dtype)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+@torch.no_grad()
+def clip_(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> float:
+    """Scale `gradients`, whose norm is `norm`, in place so that it is at most `max_norm`; returns the coefficient.
+
+    A norm that is NaN or infinite scales nothing and returns 1: there is no direction to keep, and the evidence stays.
+    Reading the norm waits for the device.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm {max_norm} is not positive")
+    value = norm.item()
+    if not math.isfinite(value) or value <= max_norm:
+        return 1.0
+    coefficient = max_norm / value
+    torch._foreach_mul_(list(gradients), coefficient)
+    return coefficient
