@@ -17,6 +17,21 @@ from surefoot.config.base import (
 from surefoot.config.errors import CheckpointError, ConfigError, DataError, RunError, SurefootError
 
 __all__ = [
-    "CheckpointError", "Config", "ConfigError", "DataError", "FieldError", "RunError", "SurefootError", "diff",
-    "fingerprint", "flatten", "from_dict", "load_json", "override", "resolve", "to_dict", "to_json", "type_tag",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "FieldError",
+    "RunError",
+    "SurefootError",
+    "diff",
+    "fingerprint",
+    "flatten",
+    "from_dict",
+    "load_json",
+    "override",
+    "resolve",
+    "to_dict",
+    "to_json",
+    "type_tag",
 ]

@@ -41,7 +41,12 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=False, validate_default=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=False,
+        validate_default=True,
     )
 
     def __init__(self, **values: Any) -> None:
@@ -62,7 +67,9 @@ def to_dict(config: Config) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Config):
-            return {TYPE: type_tag(type(value))} | {name: plain(getattr(value, name)) for name in type(value).model_fields}
+            return {TYPE: type_tag(type(value))} | {
+                name: plain(getattr(value, name)) for name in type(value).model_fields
+            }
         if isinstance(value, (tuple, list)):
             return [plain(item) for item in value]
         if isinstance(value, Mapping):
@@ -100,7 +107,9 @@ def from_dict(
     """
     where = path or expected.__name__
     if not isinstance(data, Mapping):
-        raise ConfigError(where, data, f"must be an object describing a {expected.__name__}, not a {type(data).__name__}")
+        raise ConfigError(
+            where, data, f"must be an object describing a {expected.__name__}, not a {type(data).__name__}"
+        )
     values = dict(data)
     tag = values.pop(TYPE, None)
     cls: type[Config] = expected if tag is None else resolve(tag, path=_join(path, TYPE), allow=allow, known=known)
@@ -131,7 +140,9 @@ def load_json(file: Path, expected: type[C], *, allow: Iterable[str] = ()) -> C:
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(str(file), text[:40], f"is not complete JSON ({error}); name a run.json written by surefoot") from None
+        raise ConfigError(
+            str(file), text[:40], f"is not complete JSON ({error}); name a run.json written by surefoot"
+        ) from None
     return from_dict(data, expected, allow=allow)
 
 
@@ -145,7 +156,11 @@ def resolve(
         return known[tag]
     package = tag.split(".")[0]
     if package not in {"surefoot", *allow}:
-        raise ConfigError(path, tag, f"comes from {package!r}, and importing it would run its code; if you trust it, add --allow {package}")
+        raise ConfigError(
+            path,
+            tag,
+            f"comes from {package!r}, and importing it would run its code; if you trust it, add --allow {package}",
+        )
     module_name, _, name = tag.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name, None)
@@ -176,7 +191,11 @@ def diff(left: Config, right: Config) -> list[tuple[str, object, object]]:
     """The leaves that differ, as (dotted path, left, right) in path order; a missing leaf shows as `None`."""
     flat_left, flat_right = flatten(left), flatten(right)
     paths = dict.fromkeys([*flat_left, *flat_right])
-    return [(path, flat_left.get(path), flat_right.get(path)) for path in paths if flat_left.get(path) != flat_right.get(path)]
+    return [
+        (path, flat_left.get(path), flat_right.get(path))
+        for path in paths
+        if flat_left.get(path) != flat_right.get(path)
+    ]
 
 
 def flatten(config: Config) -> dict[str, object]:
@@ -245,7 +264,9 @@ def _convert(value: object, hint: Any, path: str, *, allow: Sequence[str], known
         return from_dict(value, hint, path=path, allow=allow, known=known)
     if origin in (tuple, list) and isinstance(value, (list, tuple)):
         inner = arguments[0] if arguments else Any
-        return tuple(_convert(item, inner, _join(path, str(index)), allow=allow, known=known) for index, item in enumerate(value))
+        return tuple(
+            _convert(item, inner, _join(path, str(index)), allow=allow, known=known) for index, item in enumerate(value)
+        )
     if hint is Path and isinstance(value, str):
         return Path(value)
     return value

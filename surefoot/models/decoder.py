@@ -27,7 +27,9 @@ class DecoderConfig(Config):
     ffn: FeedForwardConfig
     norm_eps: float = Field(default=1e-6, gt=0)
     tied: bool = Field(default=False, description="whether the head shares the embedding's weight")
-    z_loss: float = Field(default=1e-4, ge=0, description="weight of the squared log-partition (Chowdhery et al., 2022)")
+    z_loss: float = Field(
+        default=1e-4, ge=0, description="weight of the squared log-partition (Chowdhery et al., 2022)"
+    )
     residual_init: Literal["scaled", "zero"] = Field(
         default="scaled",
         description="how projections into the residual stream start: 1/sqrt(2 depth fan-in) (Radford et al., 2019) or 0",
@@ -57,7 +59,8 @@ class Layer(nn.Module):
     def forward(self, x_BLD: Tensor, docs: Documents, state: MixerState | None = None) -> Tensor:
         """(B, L, D) to (B, L, D)."""
         x_BLD = x_BLD + self.mixer(self.norm_mixer(x_BLD), docs, state)
-        return x_BLD + self.ffn(self.norm_ffn(x_BLD))
+        y_BLD: Tensor = x_BLD + self.ffn(self.norm_ffn(x_BLD))
+        return y_BLD
 
 
 class Decoder(nn.Module):
@@ -73,7 +76,12 @@ class Decoder(nn.Module):
         self.head = Head(config.vocab_size, config.width, config.z_loss, tied)
 
     def forward(
-        self, tokens_BL: Tensor, docs: Documents, states: list[MixerState] | None = None, *, dtype: torch.dtype | None = None
+        self,
+        tokens_BL: Tensor,
+        docs: Documents,
+        states: list[MixerState] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
         x_BLD: Tensor = self.embedding(tokens_BL, dtype or self.embedding.weight.dtype)

@@ -32,9 +32,13 @@ class RunFolder(Hook):
             path.mkdir(parents=True, exist_ok=False)
             write_text(path / "run.json", to_json(run))
         except FileExistsError:
-            raise RunError(f"{path}: already exists; continue it with --resume {path} or give --out another name") from None
+            raise RunError(
+                f"{path}: already exists; continue it with --resume {path} or give --out another name"
+            ) from None
         except OSError as error:
-            raise RunError(f"{path}: cannot be created ({error.strerror}); give --out a place you can write to") from None
+            raise RunError(
+                f"{path}: cannot be created ({error.strerror}); give --out a place you can write to"
+            ) from None
         return cls(path)
 
     @classmethod

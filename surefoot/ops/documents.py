@@ -21,7 +21,9 @@ class Documents:
     single document. `positions` counts from the start of each token's own document: (L) when all rows agree, else (B, L).
     """
 
-    def __init__(self, ids_BL: Tensor | None, length: int, *, start: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, ids_BL: Tensor | None, length: int, *, start: int = 0, device: torch.device | None = None
+    ) -> None:
         self.length, self.start = length, start
         is_packed = ids_BL is not None and bool((ids_BL != ids_BL[:, :1]).any())
         if is_packed and start:

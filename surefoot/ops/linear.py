@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from surefoot.ops.autograd import apply
 from surefoot.ops.matmul import mm
 
 
@@ -49,7 +50,7 @@ def linear(x: Tensor, *weights_OI: Tensor) -> Tensor:
     if weights_OI[0].dtype is x.dtype and x.dtype is not torch.bfloat16:
         y_NO = F.linear(x_NI, weights_OI[0] if len(weights_OI) == 1 else torch.cat(weights_OI))
     else:
-        y_NO = _Linear.apply(x_NI, *weights_OI)
+        y_NO = apply(_Linear, x_NI, *weights_OI)
     return y_NO.view(*x.shape[:-1], -1)
 
 

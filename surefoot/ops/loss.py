@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from surefoot.ops.autograd import apply
 from surefoot.ops.matmul import mm
 
 IGNORED = -100
@@ -30,7 +31,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Forward computes the gradients too while a chunk's logits are at hand; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         narrow_VD = weight_VD.to(x_TD.dtype)
         is_training = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -69,12 +72,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x_TD * grads[0].to(grad_x_TD.dtype), grad_VD * grads[0].to(grad_VD.dtype), None, None
 
 
-def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float = 0.0) -> tuple[Tensor, LossSums]:
+def linear_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float = 0.0
+) -> tuple[Tensor, LossSums]:
     """Σ nll + z_weight Σ (log Z)² over the valid targets, differentiable, and the two sums for the record.
 
     The z term keeps the logits from drifting (PaLM, Chowdhery et al., 2022). Softmax runs in at least fp32.
     """
-    objective, nll, z = _LinearCrossEntropy.apply(x_TD, weight_VD, targets_T, z_weight)
+    objective, nll, z = apply(_LinearCrossEntropy, x_TD, weight_VD, targets_T, z_weight)
     return objective, LossSums(nll, z)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.ops.autograd import apply
+
 
 class _RMSNorm(torch.autograd.Function):
     """Saves the input and one number a row; the normalised tensor is made again in backward."""
@@ -28,7 +30,7 @@ class _RMSNorm(torch.autograd.Function):
         x, inverse, weight_D = ctx.saved_tensors
         unit = x.float() * inverse
         grad_unit = grad.float()
-        grad_weight = torch.einsum("nd,nd->d", grad_unit.reshape(-1, x.shape[-1]), unit.reshape(-1, x.shape[-1]))
+        grad_weight = (grad_unit * unit).flatten(0, -2).sum(0)
         grad_unit = grad_unit * weight_D.float()
         along = (grad_unit * unit).mean(-1, keepdim=True)
         grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(inverse)
@@ -39,7 +41,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x (..., D) divided by the root of its mean square plus `eps`, times `weight_D`, in x's dtype."""
     if x.dtype is torch.float64:
         return rms_norm_plain(x, weight_D, eps)
-    y: Tensor = _RMSNorm.apply(x, weight_D, eps)
+    y: Tensor = apply(_RMSNorm, x, weight_D, eps)
     return y
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.ops.autograd import apply
+
 
 class _Rotate(torch.autograd.Function):
     """A rotation's gradient is the rotation back, so nothing but the tables is kept."""
@@ -47,7 +49,7 @@ def rope_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dt
 
 def rotate(x_BLHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each head by its position's angles; computed in the tables' dtype, returned in x's."""
-    y: Tensor = _Rotate.apply(x_BLHK, *tables)
+    y: Tensor = apply(_Rotate, x_BLHK, *tables)
     return y
 
 

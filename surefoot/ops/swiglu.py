@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from surefoot.ops.autograd import apply
+
 
 class _SwiGLU(torch.autograd.Function):
     """Keeps gate and up; the activated gate is made again in backward."""
@@ -26,7 +28,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, elementwise."""
-    y: Tensor = _SwiGLU.apply(gate, up)
+    y: Tensor = apply(_SwiGLU, gate, up)
     return y
 
 

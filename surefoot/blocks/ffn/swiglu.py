@@ -28,7 +28,9 @@ class SwiGLU(FeedForward):
         fan_in = Initial(std=width**-0.5)
         self.w_gate = self.add_weight("w_gate", (config.hidden, width), ("ffn", "embed"), fan_in)
         self.w_up = self.add_weight("w_up", (config.hidden, width), ("ffn", "embed"), fan_in)
-        self.w_down = self.add_weight("w_down", (width, config.hidden), ("embed", "ffn"), Initial(std=output_scale * config.hidden**-0.5))
+        self.w_down = self.add_weight(
+            "w_down", (width, config.hidden), ("embed", "ffn"), Initial(std=output_scale * config.hidden**-0.5)
+        )
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""

@@ -43,7 +43,9 @@ class AttentionConfig(MixerConfig):
         if self.head_size is None and (rest or size % 2):
             unit = 2 * self.num_heads
             nearest = max(unit, round(width / unit) * unit)
-            raise FieldError("width", width, f"must give an even head size over {self.num_heads} heads; nearest is {nearest}")
+            raise FieldError(
+                "width", width, f"must give an even head size over {self.num_heads} heads; nearest is {nearest}"
+            )
 
     def build(self, *, width: int, output_scale: float) -> Attention:
         """The mixer itself."""

@@ -1,0 +1,1 @@
+"""What each verb does; imported when the verb runs."""

@@ -1,0 +1,1 @@
+"""Shipped recipes: each public function returns a `Run`."""

@@ -1,0 +1,1 @@
+"""Training: the run, its step, its state and the loop."""

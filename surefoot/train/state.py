@@ -1,0 +1,116 @@
+"""The state of a run: what a checkpoint holds, under logical names, and how it comes back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.checkpoint.load import Checkpoint, read_tensors
+from surefoot.config import CheckpointError, Config, RunError, flatten
+from surefoot.data.dataset import Batch
+from surefoot.models.decoder import Decoder
+from surefoot.models.initialise import named_weights
+from surefoot.optim.base import Optimizer, Param
+from surefoot.train.run import effect_of_change
+
+
+@dataclass
+class Progress:
+    """Counters of a run; all but `seconds` are functions of the configuration and `step`."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    clipped_steps: int = 0
+    seconds: float = 0.0
+    token_hash: str = ""
+
+    def count(self, batch: Batch, flops_per_token: float, *, clipped: bool, seconds: float) -> None:
+        """Add one step."""
+        self.step += 1
+        self.samples += len(batch.tokens_BL)
+        self.tokens += batch.num_tokens
+        self.flops += batch.tokens_BL.size * flops_per_token
+        self.clipped_steps += clipped
+        self.seconds += seconds
+        ids = np.ascontiguousarray(batch.tokens_BL)
+        self.token_hash = hashlib.sha256(self.token_hash.encode() + ids.tobytes()).hexdigest()
+
+
+def named_params(model: Decoder) -> list[Param]:
+    """Every logical weight with its name and axes."""
+    return [Param(full_name, getattr(block, name), block.axes[name]) for full_name, block, name in named_weights(model)]
+
+
+def tensors_of(params: list[Param], optimizer: Optimizer) -> dict[str, Tensor]:
+    """All tensors of a checkpoint: `model/<weight>`, `optim/<weight>/<moment>` and the generators' states."""
+    tensors = {f"model/{param.name}": param.tensor.detach() for param in params}
+    for name, moments in optimizer.state().items():
+        tensors |= {f"optim/{name}/{moment}": tensor for moment, tensor in moments.items()}
+    tensors["random/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random/cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -> Progress:
+    """Put a checkpoint's weights, moments and generator states in place and return its counters."""
+    weights = read_tensors(checkpoint, "model/")
+    wanted = {param.name: param.tensor for param in params}
+    if weights.keys() != wanted.keys():
+        odd = sorted(weights.keys() ^ wanted.keys())[0]
+        raise CheckpointError(f"{checkpoint.path}: weight {odd} is in {'it' if odd in weights else 'the model'} only")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if tensor.shape != weights[name].shape:
+                raise CheckpointError(f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}")
+            tensor.copy_(weights[name])
+    moments: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in read_tensors(checkpoint, "optim/").items():
+        name, _, moment = full_name.rpartition("/")
+        moments.setdefault(name, {})[moment] = tensor
+    optimizer.restore(moments)
+    random = read_tensors(checkpoint, "random/")
+    torch.set_rng_state(random["cpu"])
+    if "cuda" in random and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random["cuda"])
+    progress = checkpoint.state.get("progress")
+    if not isinstance(progress, dict) or progress.keys() != vars(Progress()).keys():
+        raise CheckpointError(f"{checkpoint.path}: state.json holds no progress; it was not written by surefoot train")
+    return Progress(**progress)
+
+
+def compare_configurations(saved: Config, wanted: Config, accepted: tuple[str, ...]) -> list[str]:
+    """Say what changed since a run began; `RunError` for a change that would alter it and is not in `accepted`."""
+    lines = []
+    before, after = flatten(saved), flatten(wanted)
+    for path in dict.fromkeys([*before, *after]):
+        old, new = before.get(path), after.get(path)
+        if old == new:
+            continue
+        effect = effect_of_change(path)
+        if effect == "run" and path not in accepted:
+            raise RunError(
+                f"{path}: {new!r} was {old!r} when the run began, and changing it makes another run; "
+                f"start a new one, or add --accept {path} if that is what you want"
+            )
+        note = {"none": "", "rounding": " (results may differ in the last bits)", "run": " (accepted: no longer the same run)"}
+        lines.append(f"changed {path}: {old!r} -> {new!r}{note[effect]}")
+    return lines
+
+
+def compare_machines(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs in software and device since the run began: bits may then differ."""
+    lines = []
+    for section, keys in (("versions", ("torch", "numpy")), ("device", ("name", "threads", "capability", "amx"))):
+        for key in keys:
+            old, new = saved.get(section, {}).get(key), now.get(section, {}).get(key)
+            if old != new:
+                lines.append(f"{section}.{key} was {old!r} and is {new!r}: the continuation may differ in the last bits")
+    return lines

@@ -1,0 +1,311 @@
+"""`Trainer`: load, then for each batch: step, hooks, save."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot.checkpoint.load import latest
+from surefoot.checkpoint.save import retain, save
+from surefoot.config import ConfigError, RunError, fingerprint
+from surefoot.data.dataset import Batch, Dataset
+from surefoot.data.loader import Loader
+from surefoot.dist.startup import choose_device, peak_memory, set_threads
+from surefoot.models.count import flops_per_token
+from surefoot.models.initialise import initialise
+from surefoot.observe.folder import RunFolder
+from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
+from surefoot.optim.schedule import progress_of
+from surefoot.optim.update import UpdateMeter
+from surefoot.train.evaluate import bits_per_byte, evaluate
+from surefoot.train.facts import gather, peak_flops, weights_hash
+from surefoot.train.run import Run
+from surefoot.train.state import Progress, compare_machines, named_params, restore, tensors_of
+from surefoot.train.step import StepResult, take_step
+
+Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
+"""(model, prompt ids, number of new tokens, compute dtype) to new ids: generation is the caller's, see `infer`."""
+
+
+class Trainer:
+    """Trains one run in this process. `fit` returns whether the run reached its end."""
+
+    def __init__(self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None) -> None:
+        self.run, self.folder = run, folder
+        self.hooks = [folder, *hooks]
+        self.complete = complete
+        self.dtype = run.precision.compute_dtype
+        self.stop_signal: int | None = None
+
+    def fit(self) -> bool:
+        """Train from the newest complete checkpoint, or from the start, to the last step or a signal to stop."""
+        try:
+            self._set_up()
+            with self._signals(), Loader(self.dataset, self.run.train.batch, self.progress.samples) as loader:
+                self._announce_start()
+                while self.progress.step < self.run.train.num_steps and self.stop_signal is None:
+                    self._step(loader)
+                    self._after_step()
+            return self._finish()
+        finally:
+            for hook in self.hooks:
+                hook.close()
+
+    # -- before the first step -----------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        run = self.run
+        try:
+            self.device = choose_device(run.train.device)
+        except ValueError as error:
+            raise ConfigError("train.device", run.train.device, str(error)) from None
+        set_threads(run.train.threads)
+        self.dataset: Dataset = run.data.build(announce=self._say)
+        if self.dataset.vocab_size > run.model.vocab_size:
+            raise ConfigError(
+                "model.vocab_size", run.model.vocab_size, f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more"
+            )
+        with torch.device("meta"):
+            model = run.model.build()
+        self.model = model.to_empty(device=self.device).to(run.precision.weight_dtype)
+        initialise(self.model, run.train.seed)
+        self.params = named_params(self.model)
+        self.weights = [param.tensor for param in self.params]
+        self.optimizer = run.optim.build(self.params)
+        self.update_meter = UpdateMeter(self.params)
+        self.flops_per_token = flops_per_token(self.model, run.data.sequence_length)["causal"]
+        self.peak = peak_flops(self.device, self.dtype)
+        self.facts = gather(run, self.model, self.dataset, self.optimizer, self.device, self.peak)
+        self.progress = self._resume()
+
+    def _resume(self) -> Progress:
+        checkpoint = latest(self.folder.checkpoints, announce=self._say)
+        saved_facts = self.folder.read_json("facts.json")
+        if checkpoint is None:
+            if saved_facts:
+                self._say("no complete checkpoint: starting again from step 0")
+            progress = Progress()
+        else:
+            progress = restore(checkpoint, self.params, self.optimizer)
+            self._say(f"resuming from {checkpoint.path} at step {progress.step}")
+            for line in compare_machines(saved_facts, self.facts):
+                self._say(line)
+        self.folder.rewind(progress.step)
+        self.folder.write_json("facts.json", self.facts)
+        return progress
+
+    def _announce_start(self) -> None:
+        start = RunStart(self.run.name, str(self.folder.path), self.run.train.num_steps, self.progress.step, self.facts)
+        counts, plan = self.facts["parameters"], self.facts["plan"]
+        self._say(
+            f"{counts['total']:,} parameters, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs), "
+            f"{self.flops_per_token * plan['tokens']:.2e} FLOPs, {self.run.precision.compute} on {self.device}"
+        )
+        for group in self.optimizer.groups():
+            self._say(f"  {group}")
+        self._say(f"first batch: {self._first_words()!r}")
+        for hook in self.hooks:
+            hook.on_start(start)
+
+    def _first_words(self) -> str:
+        """The start of the next batch, decoded, so that a wrong tokenizer is seen before the first step."""
+        batch = self.dataset.batch(self.progress.samples, 1)
+        return self.dataset.tokenizer.decode(batch.tokens_BL[0, :48])
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _step(self, loader: Loader) -> None:
+        run, started = self.run, time.perf_counter()
+        batch = next(loader)
+        data_seconds = time.perf_counter() - started
+        factor = run.schedule(progress_of(self.progress.step, run.train.num_steps))
+        self.update_meter.before()
+        result = take_step(
+            self.model,
+            self.weights,
+            self.optimizer,
+            batch,
+            scale=factor,
+            micro_batch=run.train.micro_batch or run.train.batch,
+            max_gradient_norm=run.train.max_gradient_norm,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        if not result.is_finite:
+            raise self._not_finite(batch, result)
+        ratios = self.update_meter.after()
+        seconds = time.perf_counter() - started
+        self.progress.count(batch, self.flops_per_token, clipped=result.clip_coefficient < 1, seconds=seconds)
+        report = self._report(batch, result, factor, ratios, seconds, data_seconds)
+        for hook in self.hooks:
+            hook.on_step(report)
+
+    def _report(
+        self, batch: Batch, result: StepResult, factor: float, ratios: dict[str, float], seconds: float, data_seconds: float
+    ) -> StepReport:
+        progress, num_tokens = self.progress, max(1, result.num_tokens)
+        rate = batch.tokens_BL.size / seconds
+        achieved = rate * self.flops_per_token
+        return StepReport(
+            step=progress.step,
+            loss=result.nll / num_tokens,
+            bits_per_byte=bits_per_byte(result.nll, batch.num_bytes),
+            z_loss=self.run.model.z_loss * result.z / num_tokens,
+            learning_rate=factor * self.run.optim.lr,
+            gradient_norm=result.gradient_norm,
+            clip_coefficient=result.clip_coefficient,
+            clip_fraction=progress.clipped_steps / progress.step,
+            update_ratio=ratios,
+            tokens_per_second=rate,
+            mfu=None if self.peak[0] is None else achieved / max(achieved, self.peak[0]),
+            memory_bytes=peak_memory(self.device),
+            tokens=progress.tokens,
+            flops=progress.flops,
+            samples=progress.samples,
+            step_seconds=seconds,
+            data_seconds=data_seconds,
+            seconds=progress.seconds,
+            token_hash=progress.token_hash[:16],
+        )
+
+    def _after_step(self) -> None:
+        step, observe = self.progress.step, self.run.observe
+        if step == self.run.train.num_steps:
+            return
+        if observe.evaluate_every is not None and step % observe.evaluate_every == 0:
+            self._evaluate(observe.evaluate_batches)
+        if observe.sample_every is not None and step % observe.sample_every == 0:
+            self._sample()
+        every = self.run.checkpoint.every
+        if every is not None and step % every == 0:
+            self._save()
+
+    # -- what happens between steps ------------------------------------------------------------------------------------
+
+    def _evaluate(self, max_batches: int | None) -> float | None:
+        size = self.run.train.micro_batch or self.run.train.batch
+        report = evaluate(
+            self.model,
+            self.dataset.heldout(size),
+            step=self.progress.step,
+            max_batches=max_batches,
+            micro_batch=size,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        for hook in self.hooks:
+            hook.on_evaluation(report)
+        return report.bits_per_byte
+
+    def _sample(self) -> None:
+        observe = self.run.observe
+        if self.complete is None or not observe.prompts:
+            return
+        tokenizer, completions = self.dataset.tokenizer, []
+        for prompt in observe.prompts:
+            ids = [tokenizer.document, *tokenizer.encode_batch([prompt])[0].tolist()]
+            new = self.complete(self.model, ids, observe.sample_tokens, self.dtype)
+            completions.append({"prompt": prompt, "text": tokenizer.decode(np.array(new))})
+        for hook in self.hooks:
+            hook.on_samples(SampleReport(self.progress.step, completions))
+
+    def _save(self) -> None:
+        state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
+        save(self.folder.checkpoints, self.progress.step, tensors_of(self.params, self.optimizer), state)
+        retain(self.folder.checkpoints, self.run.checkpoint.keep_last, self.run.checkpoint.keep_every)
+
+    def _finish(self) -> bool:
+        self._save()
+        if self.stop_signal is not None and self.progress.step < self.run.train.num_steps:
+            self._say(
+                f"stopped by {signal.Signals(self.stop_signal).name} after step {self.progress.step}; "
+                f"continue with: surefoot train --resume {self.folder.path}"
+            )
+            return False
+        heldout = self._evaluate(None if self.run.observe.evaluate_whole else self.run.observe.evaluate_batches)
+        self._sample()
+        self.folder.write_json("data.json", self.dataset.audit(self.progress.samples))
+        self.facts["result"] = {
+            "heldout_bits_per_byte": heldout,
+            "seconds": self.progress.seconds,
+            "tokens": self.progress.tokens,
+            "token_hash": self.progress.token_hash,
+            "weights_sha256": weights_hash({param.name: param.tensor for param in self.params}),
+        }
+        self.folder.write_json("facts.json", self.facts)
+        return True
+
+    def _not_finite(self, batch: Batch, result: StepResult) -> RunError:
+        """Keep what is needed to look into a loss that is not a number, and say where."""
+        step = self.progress.step + 1
+        place = self.folder.path / "evidence" / f"step-{step:08d}"
+        place.mkdir(parents=True, exist_ok=True)
+        np.savez(place / "batch.npz", tokens=batch.tokens_BL, targets=batch.targets_BL, documents=batch.documents_BL)
+        names = [
+            name
+            for sample in range(self.progress.samples, self.progress.samples + len(batch.tokens_BL))
+            for name, _, _ in self.dataset.locate(sample).documents
+        ]
+        norms = {
+            param.name: float(torch.linalg.vector_norm(param.tensor.grad)) if param.tensor.grad is not None else None
+            for param in self.params
+        }
+        evidence = {
+            "step": step,
+            "loss": str(result.nll / max(1, result.num_tokens)),
+            "gradient_norm": str(result.gradient_norm),
+            "gradient_norms": {name: str(norm) for name, norm in norms.items()},
+            "samples": [self.progress.samples, self.progress.samples + len(batch.tokens_BL)],
+            "documents": list(dict.fromkeys(names)),
+        }
+        (place / "evidence.json").write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
+        self._save()
+        what = "loss" if not math.isfinite(result.nll) else "gradient norm"
+        value = result.nll if what == "loss" else result.gradient_norm
+        shown = ", ".join(evidence["documents"][:3]) + (", …" if len(evidence["documents"]) > 3 else "")
+        return RunError(
+            f"step {step}: {what} is {value}; the weights of step {step - 1} are saved, the batch (documents {shown}) and "
+            f"gradient norms are in {place}; lower optim.lr or look into the batch"
+        )
+
+    # -- signals and messages ------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        for hook in self.hooks:
+            hook.on_message(text)
+
+    def _signals(self) -> _Signals:
+        return _Signals(self)
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM ends the run after the step it is in; the second acts at once."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self._trainer.stop_signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
