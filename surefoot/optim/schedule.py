@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions from progress in [0, 1] to a factor in [0, 1].
 
 Step k of n (k from 0) uses the progress at its middle, (k + 1/2) / n. So the first step of a warm-up is not at zero,
-nor is the last step of a decay to zero, and the mean factor of a run does not depend on how many steps cut it up.
+nor is the last step of a decay to zero, and the mean factor of a run hardly depends on how many steps cut it up.
 """
 
 from __future__ import annotations
