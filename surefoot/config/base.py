@@ -115,8 +115,8 @@ def from_dict(
     cls: type[Config] = expected if tag is None else resolve(tag, path=_join(path, TYPE), allow=allow, known=known)
     if not issubclass(cls, expected):
         raise ConfigError(_join(path, TYPE), tag, f"is not a kind of {expected.__name__}")
-    if tag is None and _is_abstract(cls):
-        raise ConfigError(_join(path, TYPE), None, f"is missing; name a class that is a kind of {expected.__name__}")
+    if cls.__abstractmethods__:
+        raise ConfigError(_join(path, TYPE), tag, f"describes nothing by itself; name a class that is a kind of {cls.__name__}")
     _refuse_unknown(cls, values, path)
     hints = _hints(cls)
     nested = {
@@ -221,12 +221,6 @@ def flatten(config: Config) -> dict[str, object]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _is_abstract(cls: type[Config]) -> bool:
-    return "build" not in {name for base in cls.__mro__ if base is not Config for name in vars(base)} or bool(
-        getattr(cls, "__abstractmethods__", None) or getattr(getattr(cls, "build", None), "__isabstractmethod__", False)
-    )
 
 
 def _hints(cls: type[Config]) -> dict[str, Any]:
@@ -355,8 +349,8 @@ def _step(target: Any, name: str, path: str, value: object, known: Mapping[str, 
     if TYPE in target:
         cls = resolve(target[TYPE], path=path, known=known)
         _refuse_unknown(cls, {name: value}, path.rpartition(".")[0])
-        if name not in target:  # the object was just replaced by one with defaults
-            target[name] = to_dict(cls())[name] if cls.model_fields[name].default is not None else None
+        if name not in target:  # the object was just replaced by a class with its defaults
+            target.update({key: item for key, item in to_dict(cls()).items() if key not in target})
     if name not in target:
         raise ConfigError(path, value, f"no such key; choose one of {', '.join(target)}")
     return target[name]

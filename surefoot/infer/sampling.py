@@ -44,7 +44,7 @@ class Sampler:
         logits_BV = logits_BV.detach().to("cpu", torch.float64)
         if config.temperature == 0:
             return logits_BV.argmax(-1)
-        sorted_BV, order_BV = (logits_BV / config.temperature).sort(-1, descending=True, stable=True)
+        sorted_BV, order_BV = (logits_BV / config.temperature).sort(dim=-1, descending=True, stable=True)
         probabilities_BV = sorted_BV.softmax(-1)
         drop_BV = torch.zeros_like(probabilities_BV, dtype=torch.bool)
         if config.top_k is not None:
