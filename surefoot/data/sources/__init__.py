@@ -1,0 +1,1 @@
+"""Where text comes from: one file per source."""

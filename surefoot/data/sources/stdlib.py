@@ -1,0 +1,39 @@
+"""The source code of Python's standard library on this machine: real text without a download."""
+
+from __future__ import annotations
+
+import platform
+import sysconfig
+from pathlib import Path
+
+from surefoot.config import DataError
+from surefoot.data.source import SourceConfig, TextTree, read_bytes
+
+# Tests repeat themselves and hold odd bytes on purpose; `encodings` is tables; the others are not the library.
+_DROPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+
+
+class StdlibConfig(SourceConfig):
+    """The modules of the running interpreter's standard library, one document a file."""
+
+    name: str = "stdlib"
+
+    def build(self) -> TextTree:
+        """Raises `DataError` on a Python that ships without the library's source."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = []
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if _DROPPED.isdisjoint(relative.parts[:-1]) and path.is_file() and _is_utf8(path):
+                files.append((relative.as_posix(), path))
+        if not files:
+            raise DataError(f"{root}: this Python has no standard library source; use another source or another Python")
+        return TextTree(self.name, files, {"python": platform.python_version()})
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        read_bytes(path).decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Text to ids: one file per tokenizer."""
