@@ -17,6 +17,9 @@ from surefoot.config import DataError
 
 MANIFEST = "manifest.json"
 
+_QUICK_BYTES = 1 << 30
+"""More than this takes over two seconds to hash, which a user should know."""
+
 
 def cache_directory() -> Path:
     """`$SUREFOOT_CACHE`, else `$XDG_CACHE_HOME/surefoot`, else `~/.cache/surefoot`."""
@@ -26,7 +29,9 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "surefoot"
 
 
-def entry(directory: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def entry(
+    directory: Path, write: Callable[[Path], dict[str, Any]], announce: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """The manifest of a cache entry, which is written first where there is none.
 
     `write` fills an empty staging directory and returns what the manifest should say; length and sha256 of each file
@@ -43,6 +48,9 @@ def entry(directory: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str,
             f"{directory.parent}: cannot be written ({error.strerror}); free space there, or set SUREFOOT_CACHE to a "
             "directory that can be written"
         ) from None
+    size = sum(path.lstat().st_size for path in directory.iterdir()) if directory.is_dir() else 0
+    if size > _QUICK_BYTES:
+        announce(f"verifying {size / 1e9:.1f} GB in {directory}")
     return open_entry(directory)
 
 

@@ -260,7 +260,7 @@ class Corpus(Dataset):
     def _order(self, source: int, epoch: int) -> Permutation:
         cached = self._orders.get(source)
         if cached is None or cached[0] != epoch:
-            n, stream = self._train[source].num_windows, self._shards[source].source
+            n, stream = self._train[source].num_windows, f"source {self._shards[source].source}"
             cached = epoch, Permutation(n, seed=self._config.seed, stream=stream, epoch=epoch)
             self._orders[source] = cached
         return cached[1]
@@ -350,10 +350,8 @@ class Corpus(Dataset):
         }
 
     def audit(self, num_samples: int) -> dict[str, Any]:
-        """Counted from the windows really read, not from the weights: predicted tokens of each source."""
-        counts = np.bincount(
-            [self._mixing.locate(sample)[0] for sample in range(num_samples)], minlength=len(self._shards)
-        ).tolist()
+        """Predicted tokens of each source, counted from the windows that were read and not from the weights."""
+        counts = self._mixing.counts(num_samples)
         tokens = [self._tokens_of(source, count) for source, count in enumerate(counts)]
         total_weight, total_tokens = sum(self._weights), sum(tokens)
         return {

@@ -42,6 +42,17 @@ class Mixing:
             rank -= taken
         raise AssertionError("the last source takes all that is left")
 
+    def counts(self, num_samples: int) -> list[int]:
+        """How many of the first `num_samples` samples are each source's."""
+        whole = num_samples // BLOCK * BLOCK  # whole blocks hold their ranks in another order: they count alike
+        counts, left = [], whole
+        for share in self._shares:
+            counts.append(left * share.numerator // share.denominator)
+            left -= counts[-1]
+        for sample in range(whole, num_samples):
+            counts[self.locate(sample)[0]] += 1
+        return counts
+
     def sample_of(self, source: int, index: int) -> int:
         """The global sample that is number `index` of a source; the inverse of `locate`."""
         share = self._shares[source]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from surefoot.data.cache import damaged, entry
 from surefoot.data.source import Document, Source
 from surefoot.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout, part of every cache key: an older cache is then left alone, not misread."""
 
 CHUNK_BYTES = 4 << 20
@@ -31,12 +31,36 @@ CHUNK_BYTES = 4 << 20
 Announce = Callable[[str], None]
 SplitName = Literal["train", "heldout"]
 SPLITS: tuple[SplitName, ...] = ("train", "heldout")
+KINDS = ("ids", "ends", "names", "name-ends")
+"""The files of a split: little-endian ids and document ends, all names in a row, and where each name ends."""
 
 
 def split_of(name: str, heldout_fraction: float) -> SplitName:
     """The split of a document, by the hash of its name: adding documents never moves another one."""
-    value = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    value = int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "big")
     return "heldout" if value < heldout_fraction * 2.0**64 else "train"
+
+
+class Names(Sequence[str]):
+    """The names of a split's documents, left on disk: there may be millions."""
+
+    def __init__(self, content: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        self._content, self._ends = content, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = int(self._ends[index - 1]) if index else 0
+        return self._content[start : int(self._ends[index])].tobytes().decode(errors="surrogatepass")
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ class Split:
 
     ids: NDArray[np.uint16] | NDArray[np.uint32]
     ends: NDArray[np.int64]
-    names: tuple[str, ...]
+    names: Names
 
 
 @dataclass(frozen=True)
@@ -70,7 +94,7 @@ def open_shards(
         return _write(directory, source, tokenizer, heldout_fraction)
 
     directory = cache / "shards" / key
-    return _open(directory, entry(directory, write), source, tokenizer)
+    return _open(directory, entry(directory, write, announce), source, tokenizer)
 
 
 def content_key(*parts: object) -> str:
@@ -146,19 +170,18 @@ class _SplitWriter:
     """Appends documents to the three files of one split."""
 
     def __init__(self, directory: Path, split: SplitName, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> None:
-        self._files: dict[str, BinaryIO] = {
-            kind: (directory / f"{split}.{kind}").open("wb") for kind in ("ids", "ends", "names")
-        }
+        self._files: dict[str, BinaryIO] = {kind: (directory / f"{split}.{kind}").open("wb") for kind in KINDS}
         self._dtype = dtype
         self._separator = np.array([tokenizer.document], dtype).tobytes()
-        self._num_documents, self._num_ids = 0, 0
+        self._num_documents, self._num_ids, self._num_name_bytes = 0, 0, 0
 
     def add(self, name: str, ids: NDArray[np.uint32]) -> None:
         self._num_documents += 1
         self._num_ids += len(ids) + 2
         self._files["ids"].write(self._separator + ids.astype(self._dtype).tobytes() + self._separator)
         self._files["ends"].write(np.array([self._num_ids], "<i8").tobytes())
-        self._files["names"].write(json.dumps(name).encode() + b"\n")
+        self._num_name_bytes += self._files["names"].write(name.encode(errors="surrogatepass"))
+        self._files["name-ends"].write(np.array([self._num_name_bytes], "<i8").tobytes())
 
     def counts(self) -> dict[str, int]:
         return {"documents": self._num_documents, "ids": self._num_ids}
@@ -191,31 +214,42 @@ def _open(directory: Path, manifest: dict[str, Any], source: Source, tokenizer: 
             for split in SPLITS
         }
         num_bytes, counted_bytes = int(manifest["num_bytes"]), float(manifest["counted_bytes"])
-    except (KeyError, TypeError, ValueError):
+        manifest["source"].keys()
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise damaged(directory / "manifest.json", "lacks its counts") from None
+    for name in (f"{split}.{kind}" for split in SPLITS for kind in KINDS):
+        if name not in manifest["files"]:
+            raise damaged(directory / "manifest.json", f"does not name {name}")
     splits = {split: _open_split(directory, split, np.dtype(dtype), *counts[split]) for split in SPLITS}
     return Shards(source.name, splits, num_bytes, counted_bytes, manifest)
 
 
 def _open_split(directory: Path, split: SplitName, dtype: np.dtype[Any], num_documents: int, num_ids: int) -> Split:
-    ids_path, ends_path, names_path = (directory / f"{split}.{kind}" for kind in ("ids", "ends", "names"))
-    if ids_path.stat().st_size != num_ids * dtype.itemsize:
-        raise damaged(ids_path, f"does not hold the {num_ids} ids of its manifest")
-    ids = np.memmap(ids_path, dtype, mode="r") if num_ids else np.empty(0, dtype)
-    ends = np.fromfile(ends_path, "<i8").astype(np.int64)
-    ends_in_order = bool((np.diff(ends, prepend=0) >= 2).all()) and (int(ends[-1]) if len(ends) else 0) == num_ids
-    if len(ends) != num_documents or not ends_in_order:
-        raise damaged(ends_path, "does not hold the document ends of its manifest")
-    try:
-        names = tuple(json.loads(line) for line in names_path.read_bytes().splitlines())
-    except ValueError:
-        raise damaged(names_path, "does not hold document names") from None
-    if len(names) != num_documents:
-        raise damaged(names_path, f"does not hold the {num_documents} names of its manifest")
-    return Split(ids, ends, names)
+    ids = _map(directory / f"{split}.ids", dtype)
+    ends = _read_ends(directory / f"{split}.ends", num_documents, len(ids), shortest=2)
+    if len(ids) != num_ids:
+        raise damaged(directory / f"{split}.ids", f"does not hold the {num_ids} ids of its manifest")
+    content = _map(directory / f"{split}.names", np.dtype(np.uint8))
+    name_ends = _read_ends(directory / f"{split}.name-ends", num_documents, len(content), shortest=0)
+    return Split(ids, ends, Names(content, name_ends))
 
 
-# -- what a tokenizer learns from ---------------------------------------------------------------------------------------
+def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if path.stat().st_size % dtype.itemsize:
+        raise damaged(path, f"ends inside a number of {dtype.itemsize} bytes")
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _read_ends(path: Path, count: int, total: int, *, shortest: int) -> NDArray[np.int64]:
+    """Ends of `count` pieces, each at least `shortest` long, that fill `total` exactly."""
+    ends = _map(path, np.dtype("<i8")).astype(np.int64)
+    is_ordered = bool((np.diff(ends, prepend=0) >= shortest).all())
+    if len(ends) != count or not is_ordered or (int(ends[-1]) if count else 0) != total:
+        raise damaged(path, f"does not divide what it belongs to into the {count} documents of its manifest")
+    return ends
+
+
+# -- what a tokenizer learns from --------------------------------------------------------------------------------------
 
 
 def training_texts(sources: list[Source], heldout_fraction: float, num_bytes_each: int) -> Iterator[str]:

@@ -107,7 +107,7 @@ class TextTree(Source):
 
 def update_digest(digest: hashlib._Hash, document: Document) -> None:
     """Add a document to a content hash; lengths keep neighbours apart."""
-    name = document.name.encode()
+    name = document.name.encode(errors="surrogatepass")  # file names need not be UTF-8
     digest.update(b"%d %d " % (len(name), len(document.text)) + name)
     digest.update(document.text)
 

@@ -11,6 +11,9 @@ from pydantic import Field
 from surefoot.config import DataError
 from surefoot.data.source import Document, Source, SourceConfig
 
+_BATCH_ROWS = 1000
+"""Rows fetched at once: one by one costs more than tokenising them."""
+
 
 class HuggingFaceConfig(SourceConfig):
     """One split of a dataset, one document a row. Pin `revision` for a run that can be repeated."""
@@ -57,11 +60,16 @@ class HuggingFaceSource(Source):
     def read(self, start: int = 0) -> Iterator[Document]:
         config = self._config
         column = self._rows.select_columns([config.field])
-        for row in range(start, len(column)):
-            value = column[row][config.field]
-            if not isinstance(value, str):
-                raise DataError(f"{config.dataset}: row {row}: column {config.field!r} holds {value!r:.60}, not text")
-            yield Document(f"{config.split}/{row}", value.encode(errors="replace"))
+        column = column.select(range(start, len(column))) if start else column
+        row = start
+        for rows in column.iter(batch_size=_BATCH_ROWS):
+            for value in rows[config.field]:
+                if not isinstance(value, str):
+                    raise DataError(
+                        f"{config.dataset}: row {row}: column {config.field!r} holds {value!r:.60}, not text"
+                    )
+                yield Document(f"{config.split}/{row}", value.encode())
+                row += 1
 
     def fingerprint(self) -> str:
         config = self._config

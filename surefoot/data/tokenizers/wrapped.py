@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from surefoot.config import DataError
 from surefoot.data.tokenizer import Ids, Tokenizer
 
 DOCUMENT = "<|document|>"
+_BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
 _KNOWN_SEPARATORS = (DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]", "[EOS]")
 
 
@@ -34,6 +36,10 @@ class WrappedTokenizer(Tokenizer):
         self._description: dict[str, Any] = json.loads(inner.to_str())
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > 2 * len(vocabulary) + 1024:
+            raise DataError(
+                f"{where}: has ids up to {self.vocab_size - 1} for {len(vocabulary)} tokens; the vocabulary is damaged"
+            )
         if document not in vocabulary:
             raise DataError(f"{where}: has no token {document!r} to separate documents; name one that it has")
         if pad is not None and pad not in vocabulary:
@@ -65,7 +71,7 @@ class WrappedTokenizer(Tokenizer):
             if is_byte_level and id_ not in added:
                 lengths_V[id_] = len(token)  # byte-level tokens spell each byte as one character
             else:
-                lengths_V[id_] = len(token.replace("▁", " ").removeprefix("##").encode())
+                lengths_V[id_] = 1 if _BYTE_FALLBACK.fullmatch(token) else len(_spelled(token))
         lengths_V[self._special_ids] = 0
         return lengths_V
 
@@ -86,6 +92,11 @@ class WrappedTokenizer(Tokenizer):
         names = {"eos_token": self._document_text, "bos_token": self._document_text, "pad_token": self._pad_text}
         text = json.dumps({key: name for key, name in names.items() if name is not None}, indent=2) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _spelled(token: str) -> bytes:
+    """The text of a SentencePiece or WordPiece token, as far as the token alone can say."""
+    return token.replace("▁", " ").removeprefix("##").encode()
 
 
 def load_tokenizer(path: Path, *, document: str | None = None, pad: str | None = None) -> WrappedTokenizer:
