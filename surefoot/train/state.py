@@ -16,7 +16,7 @@ from surefoot.data.dataset import Batch
 from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import named_weights
 from surefoot.optim.base import Optimizer, Param
-from surefoot.train.run import effect_of_change
+from surefoot.train.run import Run, effect_of_change
 
 
 @dataclass
@@ -59,8 +59,8 @@ def tensors_of(params: list[Param], optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -> Progress:
-    """Put a checkpoint's weights, moments and generator states in place and return its counters."""
+def load_weights(checkpoint: Checkpoint, params: list[Param]) -> None:
+    """Put a checkpoint's weights in place; `CheckpointError` where they are not this model's."""
     weights = read_tensors(checkpoint, "model/")
     wanted = {param.name: param.tensor for param in params}
     if weights.keys() != wanted.keys():
@@ -71,6 +71,20 @@ def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -
             if tensor.shape != weights[name].shape:
                 raise CheckpointError(f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}")
             tensor.copy_(weights[name])
+
+
+def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decoder:
+    """The model of a run with a checkpoint's weights."""
+    with torch.device("meta"):
+        model = run.model.build()
+    model = model.to_empty(device=device).to(run.precision.weight_dtype)
+    load_weights(checkpoint, named_params(model))
+    return model
+
+
+def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -> Progress:
+    """Put a checkpoint's weights, moments and generator states in place and return its counters."""
+    load_weights(checkpoint, params)
     moments: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in read_tensors(checkpoint, "optim/").items():
         name, _, moment = full_name.rpartition("/")
