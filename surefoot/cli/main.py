@@ -27,12 +27,20 @@ app = typer.Typer(
 data_app = typer.Typer(help="Look into the data of a recipe or a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-Recipe = Annotated[str, typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder.")]
+Recipe = Annotated[
+    str, typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder.")
+]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change one value of the recipe, e.g. optim.lr=3e-4. Repeat for more.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PATH=VALUE", help="Change one value of the recipe, e.g. optim.lr=3e-4. Repeat for more."
+    ),
 ]
 Allow = Annotated[
-    list[str] | None, typer.Option("--allow", metavar="PACKAGE", help="Trust the Config classes of this package when reading a saved run.")
+    list[str] | None,
+    typer.Option(
+        "--allow", metavar="PACKAGE", help="Trust the Config classes of this package when reading a saved run."
+    ),
 ]
 
 
@@ -46,13 +54,19 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder.")
+        str | None,
+        typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder."),
     ] = None,
     sets: Sets = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The run folder to make; runs/NAME-1, -2, … by default.")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Continue the run in this folder, bitwise where it stopped.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run folder to make; runs/NAME-1, -2, … by default.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue the run in this folder, bitwise where it stopped.")
+    ] = None,
     accept: Annotated[
-        list[str] | None, typer.Option("--accept", metavar="PATH", help="With --resume: accept a change here that makes it another run.")
+        list[str] | None,
+        typer.Option("--accept", metavar="PATH", help="With --resume: accept a change here that makes it another run."),
     ] = None,
     allow: Allow = None,
 ) -> None:
@@ -75,7 +89,9 @@ def diff(left: Recipe, right: Recipe, allow: Allow = None) -> None:
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="One run folder, or several to overlay.")],
-    out: Annotated[Path | None, typer.Option("--out", help="The page to write; report.html in the first run by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The page to write; report.html in the first run by default.")
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run, or several overlaid."""
     _verb("report").run(runs, out)
@@ -88,9 +104,13 @@ def generate(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option("--top-k", help="Draw from the k likeliest only.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Draw from the smallest set that holds this share.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Draw from the smallest set that holds this share.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 0,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Read the whole text again for every token (same tokens, slower).")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Read the whole text again for every token (same tokens, slower).")
+    ] = False,
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest by default.")] = None,
     allow: Allow = None,
 ) -> None:
@@ -103,7 +123,9 @@ def generate(
 def data_inspect(
     recipe: Recipe,
     step: Annotated[int | None, typer.Option("--step", min=1, help="Show what this step trains on, decoded.")] = None,
-    document: Annotated[str | None, typer.Option("--document", help="Name the steps that train on this document.")] = None,
+    document: Annotated[
+        str | None, typer.Option("--document", help="Name the steps that train on this document.")
+    ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Samples of the step to show.")] = 4,
     sets: Sets = None,
     allow: Allow = None,
@@ -126,7 +148,9 @@ def main() -> NoReturn:
     except SurefootError as error:
         _fail(str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that closing stdout at exit does not complain
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that closing stdout at exit does not complain
         sys.exit(141)
     except OSError as error:
         if error.filename is None and error.errno is None:

@@ -116,7 +116,9 @@ def from_dict(
     if not issubclass(cls, expected):
         raise ConfigError(_join(path, TYPE), tag, f"is not a kind of {expected.__name__}")
     if cls.__abstractmethods__:
-        raise ConfigError(_join(path, TYPE), tag, f"describes nothing by itself; name a class that is a kind of {cls.__name__}")
+        raise ConfigError(
+            _join(path, TYPE), tag, f"describes nothing by itself; name a class that is a kind of {cls.__name__}"
+        )
     _refuse_unknown(cls, values, path)
     hints = _hints(cls)
     nested = {

@@ -16,7 +16,9 @@ class SamplingConfig(Config):
 
     temperature: float = Field(default=0.0, ge=0)
     top_k: int | None = Field(default=None, gt=0, description="only the k likeliest")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="smallest set holding this share (Holtzman et al., 2020)")
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="smallest set holding this share (Holtzman et al., 2020)"
+    )
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -93,7 +94,7 @@ class ConsoleHook(Hook):
 
 def sparkline(values: list[float], width: int) -> str:
     """The values as `width` bars at most, each the mean of its share; values that are not finite are left out."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
     columns = min(width, len(finite))

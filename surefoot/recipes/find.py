@@ -26,7 +26,9 @@ def shipped() -> dict[str, Recipe]:
             continue
         module = importlib.import_module(f"surefoot.recipes.{module_info.name}")
         for name, function in vars(module).items():
-            is_recipe = inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+            is_recipe = (
+                inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+            )
             if is_recipe and inspect.signature(function).return_annotation in (Run, "Run"):
                 found[name.replace("_", "-")] = function
     return dict(sorted(found.items()))
@@ -45,7 +47,11 @@ def find_recipe(text: str, allow: Iterable[str] = ()) -> Run:
     recipes = shipped()
     if text not in recipes:
         near = difflib.get_close_matches(text, recipes, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(recipes)}, or file.py:function, or a run folder"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"choose one of {', '.join(recipes)}, or file.py:function, or a run folder"
+        )
         raise ConfigError("RECIPE", text, f"is not a recipe; {hint}")
     return recipes[text]()
 
@@ -64,8 +70,12 @@ def _from_file(file: Path, name: str) -> Run:
         raise ConfigError("RECIPE", str(file), f"cannot be imported ({error})") from None
     function = getattr(module, name, None)
     if not callable(function):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == file.stem]
-        raise ConfigError("RECIPE", f"{file}:{name}", f"there is no such function; the file defines {', '.join(names) or 'none'}")
+        names = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == file.stem
+        ]
+        raise ConfigError(
+            "RECIPE", f"{file}:{name}", f"there is no such function; the file defines {', '.join(names) or 'none'}"
+        )
     run = function()
     if not isinstance(run, Run):
         raise ConfigError("RECIPE", f"{file}:{name}", f"must return a surefoot.train.run.Run, not {type(run).__name__}")

@@ -46,7 +46,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         peak = next((value for prefix, value in _GPU_PEAKS.items() if name.startswith(prefix)), None)
-        return (peak, f"data sheet of {name}, dense bf16") if dtype is torch.bfloat16 else (None, "not listed for this dtype")
+        return (
+            (peak, f"data sheet of {name}, dense bf16")
+            if dtype is torch.bfloat16
+            else (None, "not listed for this dtype")
+        )
     size, best = 1024, float("inf")
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     for _ in range(8):
@@ -58,7 +62,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
 
 
 def gather(
-    run: Run, model: Decoder, dataset: Dataset, optimizer: Optimizer, device: torch.device, peak: tuple[float | None, str]
+    run: Run,
+    model: Decoder,
+    dataset: Dataset,
+    optimizer: Optimizer,
+    device: torch.device,
+    peak: tuple[float | None, str],
 ) -> dict[str, Any]:
     """The facts of a run, JSON-ready."""
     return {
@@ -98,9 +107,13 @@ def _git_revision() -> str | None:
     """Revision of the working directory's repository, marked `+` when it has uncommitted changes."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10, cwd=Path.cwd()).stdout
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=True, timeout=10, cwd=Path.cwd()
+        ).stdout
 
     try:
-        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+        return git("rev-parse", "HEAD").strip() + (
+            "+" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -20,7 +20,9 @@ class TrainConfig(Config):
 
     num_steps: int = Field(gt=0, description="optimizer steps; also the horizon of the schedule")
     batch: int = Field(gt=0, description="samples (sequences) an optimizer step, whatever the accumulation")
-    micro_batch: int | None = Field(default=None, gt=0, description="samples a forward pass; the whole batch by default")
+    micro_batch: int | None = Field(
+        default=None, gt=0, description="samples a forward pass; the whole batch by default"
+    )
     max_gradient_norm: float | None = Field(default=1.0, gt=0, description="clip above this; null never clips")
     seed: int = Field(default=0, ge=0, description="of the initial weights; the data has a seed of its own")
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -36,7 +38,9 @@ class TrainConfig(Config):
 class ObserveConfig(Config):
     """What the run records besides the line a step it always writes."""
 
-    evaluate_every: int | None = Field(default=None, gt=0, description="steps; the end always evaluates the whole split")
+    evaluate_every: int | None = Field(
+        default=None, gt=0, description="steps; the end always evaluates the whole split"
+    )
     evaluate_batches: int = Field(default=8, gt=0, description="held-out batches of an evaluation before the end")
     evaluate_whole: bool = Field(default=True, description="whether the last evaluation reads the whole held-out split")
     prompts: tuple[str, ...] = Field(default=(), description="completed at the end and every sample_every steps")

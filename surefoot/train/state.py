@@ -69,7 +69,9 @@ def load_weights(checkpoint: Checkpoint, params: list[Param]) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             if tensor.shape != weights[name].shape:
-                raise CheckpointError(f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}")
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+                )
             tensor.copy_(weights[name])
 
 
@@ -114,7 +116,11 @@ def compare_configurations(saved: Config, wanted: Config, accepted: tuple[str, .
                 f"{path}: {new!r} was {old!r} when the run began, and changing it makes another run; "
                 f"start a new one, or add --accept {path} if that is what you want"
             )
-        note = {"none": "", "rounding": " (results may differ in the last bits)", "run": " (accepted: no longer the same run)"}
+        note = {
+            "none": "",
+            "rounding": " (results may differ in the last bits)",
+            "run": " (accepted: no longer the same run)",
+        }
         lines.append(f"changed {path}: {old!r} -> {new!r}{note[effect]}")
     return lines
 
@@ -126,5 +132,7 @@ def compare_machines(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key in keys:
             old, new = saved.get(section, {}).get(key), now.get(section, {}).get(key)
             if old != new:
-                lines.append(f"{section}.{key} was {old!r} and is {new!r}: the continuation may differ in the last bits")
+                lines.append(
+                    f"{section}.{key} was {old!r} and is {new!r}: the continuation may differ in the last bits"
+                )
     return lines

@@ -46,7 +46,9 @@ def micro_batches(batch: Batch, size: int, device: torch.device) -> Iterator[tup
         yield tokens_BL, targets_BL, Documents(ids_BL, tokens_BL.shape[1])
 
 
-def accumulate(model: Decoder, batch: Batch, micro_batch: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def accumulate(
+    model: Decoder, batch: Batch, micro_batch: int, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
     """Add the gradient of (sum over valid tokens) / (valid tokens of the whole batch) and return the nll and z sums.
 
     The divisor is the step's own token count, so the gradient is the same however the batch is cut.

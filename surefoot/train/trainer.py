@@ -38,7 +38,9 @@ Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
 class Trainer:
     """Trains one run in this process. `fit` returns whether the run reached its end."""
 
-    def __init__(self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None) -> None:
+    def __init__(
+        self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None
+    ) -> None:
         self.run, self.folder = run, folder
         self.hooks = [folder, *hooks]
         self.complete = complete
@@ -71,7 +73,9 @@ class Trainer:
         self.dataset: Dataset = run.data.build(announce=self._say)
         if self.dataset.vocab_size > run.model.vocab_size:
             raise ConfigError(
-                "model.vocab_size", run.model.vocab_size, f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more"
+                "model.vocab_size",
+                run.model.vocab_size,
+                f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more",
             )
         with torch.device("meta"):
             model = run.model.build()
@@ -149,7 +153,13 @@ class Trainer:
             hook.on_step(report)
 
     def _report(
-        self, batch: Batch, result: StepResult, factor: float, ratios: dict[str, float], seconds: float, data_seconds: float
+        self,
+        batch: Batch,
+        result: StepResult,
+        factor: float,
+        ratios: dict[str, float],
+        seconds: float,
+        data_seconds: float,
     ) -> StepReport:
         progress, num_tokens = self.progress, max(1, result.num_tokens)
         rate = batch.tokens_BL.size / seconds
@@ -249,11 +259,9 @@ class Trainer:
         place = self.folder.path / "evidence" / f"step-{step:08d}"
         place.mkdir(parents=True, exist_ok=True)
         np.savez(place / "batch.npz", tokens=batch.tokens_BL, targets=batch.targets_BL, documents=batch.documents_BL)
-        names = [
-            name
-            for sample in range(self.progress.samples, self.progress.samples + len(batch.tokens_BL))
-            for name, _, _ in self.dataset.locate(sample).documents
-        ]
+        numbers = range(self.progress.samples, self.progress.samples + len(batch.tokens_BL))
+        documents = [name for number in numbers for name, _, _ in self.dataset.locate(number).documents]
+        documents = list(dict.fromkeys(documents))
         norms = {
             param.name: float(torch.linalg.vector_norm(param.tensor.grad)) if param.tensor.grad is not None else None
             for param in self.params
@@ -263,14 +271,14 @@ class Trainer:
             "loss": str(result.nll / max(1, result.num_tokens)),
             "gradient_norm": str(result.gradient_norm),
             "gradient_norms": {name: str(norm) for name, norm in norms.items()},
-            "samples": [self.progress.samples, self.progress.samples + len(batch.tokens_BL)],
-            "documents": list(dict.fromkeys(names)),
+            "samples": [numbers.start, numbers.stop],
+            "documents": documents,
         }
         (place / "evidence.json").write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
         self._save()
         what = "loss" if not math.isfinite(result.nll) else "gradient norm"
         value = result.nll if what == "loss" else result.gradient_norm
-        shown = ", ".join(evidence["documents"][:3]) + (", …" if len(evidence["documents"]) > 3 else "")
+        shown = ", ".join(documents[:3]) + (", …" if len(documents) > 3 else "")
         return RunError(
             f"step {step}: {what} is {value}; the weights of step {step - 1} are saved, the batch (documents {shown}) and "
             f"gradient norms are in {place}; lower optim.lr or look into the batch"
@@ -308,4 +316,3 @@ class _Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
-

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
-from surefoot.config import Config, ConfigError, FieldError, diff, fingerprint, from_dict, load_json, override, to_dict, to_json
+from surefoot.config import (
+    Config,
+    ConfigError,
+    FieldError,
+    diff,
+    fingerprint,
+    from_dict,
+    load_json,
+    override,
+    to_dict,
+    to_json,
+)
 
 
 class Part(Config):
@@ -152,7 +163,16 @@ def test_a_saved_run_imports_nothing_foreign(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "tag", ["os.system", "builtins.eval", "surefoot.config.base.importlib", "surefoot.config.base.os.system", "..x", "surefoot", ""]
+    "tag",
+    [
+        "os.system",
+        "builtins.eval",
+        "surefoot.config.base.importlib",
+        "surefoot.config.base.os.system",
+        "..x",
+        "surefoot",
+        "",
+    ],
 )
 def test_a_tag_that_is_no_config_class_is_refused(tag: str) -> None:
     with pytest.raises(ConfigError):

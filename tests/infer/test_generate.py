@@ -24,7 +24,12 @@ def model() -> Decoder:
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8, "top_k": 30}],
+    [
+        {},
+        {"temperature": 1.0, "seed": 4},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8, "top_k": 30},
+    ],
 )
 def test_cached_equals_uncached(model: Decoder, sampling: dict[str, float]) -> None:
     runs = [

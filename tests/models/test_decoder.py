@@ -154,7 +154,9 @@ def test_packed_neighbours_are_untouched(dtype: torch.dtype) -> None:
         docs = Documents(documents, 16)
         hidden = model(batch, docs, dtype=dtype)
         model.loss(batch, wanted, docs, dtype=dtype)[0].backward()
-        return hidden.detach(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        return hidden.detach(), [
+            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+        ]
 
     elsewhere = targets.clone()
     elsewhere[0, 5:11] = IGNORED  # only the neighbours ask for gradients

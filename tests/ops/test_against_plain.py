@@ -74,7 +74,10 @@ def test_widened_bf16_products_are_the_same_function(monkeypatch: pytest.MonkeyP
 def test_rms_norm(dtype: torch.dtype) -> None:
     scale = 1 + 0.5 * draw(6, dtype=torch.promote_types(dtype, torch.float32))
     compare(
-        lambda x, w: norm.rms_norm(x, w, 1e-3), lambda x, w: norm.rms_norm_plain(x, w, 1e-3), [draw(2, 5, 6, dtype=dtype), scale], dtype
+        lambda x, w: norm.rms_norm(x, w, 1e-3),
+        lambda x, w: norm.rms_norm_plain(x, w, 1e-3),
+        [draw(2, 5, 6, dtype=dtype), scale],
+        dtype,
     )
 
 
@@ -123,9 +126,16 @@ DOCUMENTS = {
 @pytest.mark.parametrize("docs", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_attend(dtype: torch.dtype, docs: Documents, groups: int) -> None:
-    inputs = [draw(2, 6, 4, 8, dtype=dtype), draw(2, 6, groups, 8, dtype=dtype, seed=1), draw(2, 6, groups, 8, dtype=dtype, seed=2)]
+    inputs = [
+        draw(2, 6, 4, 8, dtype=dtype),
+        draw(2, 6, groups, 8, dtype=dtype, seed=1),
+        draw(2, 6, groups, 8, dtype=dtype, seed=2),
+    ]
     compare(
-        lambda q, k, v: attention.attend(q, k, v, docs), lambda q, k, v: attention.attend_plain(q, k, v, docs), inputs, dtype
+        lambda q, k, v: attention.attend(q, k, v, docs),
+        lambda q, k, v: attention.attend_plain(q, k, v, docs),
+        inputs,
+        dtype,
     )
 
 

@@ -39,11 +39,15 @@ def fit(run: Run, path: Path, hooks: tuple[Hook, ...] = ()) -> Trainer:
 
 
 def result(path: Path) -> dict[str, Any]:
-    return {key: value for key, value in json.loads((path / "facts.json").read_text())["result"].items() if key != "seconds"}
+    return {
+        key: value for key, value in json.loads((path / "facts.json").read_text())["result"].items() if key != "seconds"
+    }
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in read_lines(path / "metrics.jsonl")]
+    return [
+        {key: value for key, value in line.items() if key not in TIMED} for line in read_lines(path / "metrics.jsonl")
+    ]
 
 
 class StopAfter(Hook):
@@ -88,7 +92,9 @@ def test_the_gradient_is_of_the_mean_over_valid_tokens(tiny: Tiny) -> None:
 
     hidden = model(torch.from_numpy(batch.tokens_BL), Documents(torch.from_numpy(batch.documents_BL), 32))
     logits = model.logits(hidden).flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.targets_BL).flatten(), ignore_index=-100).backward()
+    torch.nn.functional.cross_entropy(
+        logits, torch.from_numpy(batch.targets_BL).flatten(), ignore_index=-100
+    ).backward()
     torch.testing.assert_close(gradient, model.head.weight.grad, rtol=0, atol=1e-12)
 
 
@@ -116,7 +122,9 @@ def test_the_record_adds_up(tiny: Tiny, tmp_path: Path) -> None:
     assert lines[-1]["flops"] == facts["flops_per_token"]["causal"] * 32 * 32
     assert facts["parameters"]["total"] == sum(param.tensor.numel() for param in trainer.params)
     batch = trainer.dataset.batch(28, 4)
-    assert lines[-1]["bits_per_byte"] == pytest.approx(lines[-1]["loss"] * batch.num_tokens / math.log(2) / batch.num_bytes)
+    assert lines[-1]["bits_per_byte"] == pytest.approx(
+        lines[-1]["loss"] * batch.num_tokens / math.log(2) / batch.num_bytes
+    )
     assert set(lines[0]["update_ratio"]) == {"matrix", "vocabulary", "vector"}
     assert all(0 < line["clip_coefficient"] <= 1 for line in lines)
     assert sum(len(group["names"]) for group in facts["optimizer"]) == len(trainer.params)
@@ -135,7 +143,12 @@ def test_hooks_evaluation_and_saving_change_nothing(tiny: Tiny, tmp_path: Path) 
 
 def test_a_seed_decides_and_micro_batches_do_not(tiny: Tiny, tmp_path: Path) -> None:
     losses = {}
-    for name, assignments in {"a": (), "b": ("train.seed=1",), "c": ("data.seed=1",), "d": ("train.micro_batch=1",)}.items():
+    for name, assignments in {
+        "a": (),
+        "b": ("train.seed=1",),
+        "c": ("data.seed=1",),
+        "d": ("train.micro_batch=1",),
+    }.items():
         fit(tiny("train.num_steps=3", *assignments), tmp_path / name)
         losses[name] = [line["loss"] for line in metrics(tmp_path / name)]
     assert losses["a"] != losses["b"] != losses["c"] != losses["a"]
@@ -210,7 +223,14 @@ def test_resuming_with_other_settings(tiny: Tiny) -> None:
     lines = compare_configurations(saved, tiny("checkpoint.every=1", "train.micro_batch=2"), ())
     assert [line.split(":")[0] for line in lines] == ["changed train.micro_batch", "changed checkpoint.every"]
     assert "last bits" in lines[0]
-    for assignment in ("optim.lr=0.5", "train.num_steps=9", "data.seed=3", "model.z_loss=0", "schedule.decay=0.5", "train.batch=8"):
+    for assignment in (
+        "optim.lr=0.5",
+        "train.num_steps=9",
+        "data.seed=3",
+        "model.z_loss=0",
+        "schedule.decay=0.5",
+        "train.batch=8",
+    ):
         path = assignment.partition("=")[0]
         with pytest.raises(RunError, match=f"^{path}: .*--accept {path}"):
             compare_configurations(saved, tiny(assignment), ())
@@ -221,7 +241,11 @@ def test_every_leaf_has_an_effect_class(tiny: Tiny) -> None:
     from surefoot.config import flatten
 
     effects = {path: effect_of_change(path) for path in flatten(tiny())}
-    assert {path.split(".")[0] for path, effect in effects.items() if effect == "none"} == {"name", "observe", "checkpoint"}
+    assert {path.split(".")[0] for path, effect in effects.items() if effect == "none"} == {
+        "name",
+        "observe",
+        "checkpoint",
+    }
     assert effects["optim.lr"] == effects["data.sources.0.weight"] == effects["train.seed"] == "run"
 
 
@@ -240,7 +264,7 @@ def _killed_at(run: Run, path: Path, delay: float) -> bool:
     """Train in a child and kill it -9 after `delay` seconds; returns whether it had finished by then."""
     child = os.fork()
     if child == 0:
-        with open(os.devnull, "w") as sink:
+        with Path(os.devnull).open("w") as sink:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
         try:

@@ -30,7 +30,9 @@ def inspect(recipe: str, sets: list[str], step: int | None, document: str | None
     found = describe_step(dataset, step or 1, chosen.train.batch)
     for row in found[:rows]:
         place = row.sample
-        console.print(Text(f"─── sample {row.number}  {place.source}  epoch {place.epoch}  window {place.window}", "bold"))
+        console.print(
+            Text(f"─── sample {row.number}  {place.source}  epoch {place.epoch}  window {place.window}", "bold")
+        )
         names = place.documents or (("", 0, 0),) * len(row.texts)
         for (name, start, end), text in zip(names, row.texts, strict=True):
             console.print(Text(f"··· {name} tokens {start}:{end}", "dim"))

@@ -21,7 +21,13 @@ from surefoot.train.state import load_model
 
 
 def run(
-    folder: Path, prompt: str, num_tokens: int, sampling: dict[str, Any], cached: bool, step: int | None, allow: list[str]
+    folder: Path,
+    prompt: str,
+    num_tokens: int,
+    sampling: dict[str, Any],
+    cached: bool,
+    step: int | None,
+    allow: list[str],
 ) -> None:
     """Print the prompt and its continuation as it is drawn."""
     choose = SamplingConfig(**sampling).build()

@@ -37,7 +37,9 @@ def run() -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"time here: FLOPs / ({EFFICIENCY:.0%} of the matmul ceiling measured just now); data preparation is extra")
+    console.print(
+        f"time here: FLOPs / ({EFFICIENCY:.0%} of the matmul ceiling measured just now); data preparation is extra"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -48,9 +48,13 @@ def complete(model: Any, prompt: Sequence[int], num_tokens: int, dtype: torch.dt
     return list(generate(model, prompt, num_tokens, choose, dtype=dtype, end=prompt[0]))
 
 
-def _start(recipe: str | None, sets: list[str], out: Path | None, accept: list[str], allow: list[str]) -> tuple[RunFolder, Run]:
+def _start(
+    recipe: str | None, sets: list[str], out: Path | None, accept: list[str], allow: list[str]
+) -> tuple[RunFolder, Run]:
     if recipe is None:
-        raise ConfigError("RECIPE", None, "is missing; name a recipe (surefoot recipes lists them) or give --resume RUN")
+        raise ConfigError(
+            "RECIPE", None, "is missing; name a recipe (surefoot recipes lists them) or give --resume RUN"
+        )
     if accept:
         raise ConfigError("--accept", accept[0], "goes with --resume only")
     chosen = override(find_recipe(recipe, allow), sets)
