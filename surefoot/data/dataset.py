@@ -290,7 +290,7 @@ class Corpus(Dataset):
             samples = [self._mixing.sample_of(source, epoch * n + int(index)) for index in indices]
             found += [sample for sample in samples if sample < until_sample]
             epoch += 1
-            if self._mixing.first_possible(source, epoch * n) >= until_sample:
+            if self._mixing.sample_of(source, epoch * n) >= until_sample:
                 break
         return sorted(found)
 

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from surefoot.config import Config, DataError
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Source(ABC):
 class SourceConfig(Config):
     """Describes a source; `name` tells sources of one corpus apart."""
 
-    name: str = Field(pattern=NAME_PATTERN, max_length=100)
+    name: SourceName
 
     @abstractmethod
     def build(self) -> Source:

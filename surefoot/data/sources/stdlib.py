@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 
 from surefoot.config import DataError
-from surefoot.data.source import SourceConfig, TextTree, read_bytes
+from surefoot.data.source import SourceConfig, SourceName, TextTree, read_bytes
 
 # Tests repeat themselves and hold odd bytes on purpose; `encodings` is tables; the others are not the library.
 _DROPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -16,7 +16,7 @@ _DROPPED = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-pa
 class StdlibConfig(SourceConfig):
     """The modules of the running interpreter's standard library, one document a file."""
 
-    name: str = "stdlib"
+    name: SourceName = "stdlib"
 
     def build(self) -> TextTree:
         """Raises `DataError` on a Python that ships without the library's source."""

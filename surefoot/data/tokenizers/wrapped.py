@@ -33,13 +33,13 @@ class WrappedTokenizer(Tokenizer):
         inner.encode_special_tokens = True
         inner.no_padding()
         inner.no_truncation()
-        self._description: dict[str, Any] = json.loads(inner.to_str())
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > 2 * len(vocabulary) + 1024:
             raise DataError(
                 f"{where}: has ids up to {self.vocab_size - 1} for {len(vocabulary)} tokens; the vocabulary is damaged"
             )
+        self._description: dict[str, Any] = json.loads(inner.to_str())  # walks every id: only now
         if document not in vocabulary:
             raise DataError(f"{where}: has no token {document!r} to separate documents; name one that it has")
         if pad is not None and pad not in vocabulary:
