@@ -30,6 +30,9 @@ from surefoot.data.tokenizers.wrapped import load_tokenizer
 TRAINING_BYTES = 256 << 20
 """Text, over all sources, that a trained tokenizer learns from."""
 
+_NAMES_COMPARED = 20_000
+"""Names among which a misspelt one is looked for: enough for most corpora, and under a second."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -286,7 +289,7 @@ class Corpus(Dataset):
         windows = np.array(packing.windows_of(number), np.uint64)
         n, found, epoch = packing.num_windows, [], 0
         while windows.size:
-            indices = self._order(source, epoch).inverse(windows)
+            indices = np.sort(self._order(source, epoch).inverse(windows))  # neighbours share a block of the mixing
             samples = [self._mixing.sample_of(source, epoch * n + int(index)) for index in indices]
             found += [sample for sample in samples if sample < until_sample]
             epoch += 1
@@ -297,7 +300,7 @@ class Corpus(Dataset):
     def _find_document(self, document: str) -> tuple[int, int] | None:
         """(source, number in its training split), or `None` for a held-out document."""
         places: list[tuple[int, int] | None] = []
-        all_names: list[str] = []
+        known_names: list[str] = []
         for source, part in enumerate(self._shards):
             for split, content in part.splits.items():
                 for number, name in enumerate(content.names):
@@ -307,12 +310,13 @@ class Corpus(Dataset):
                         return place
                     if document == name:
                         places.append(place)
-                    all_names.append(full)
+                    if len(known_names) < _NAMES_COMPARED:
+                        known_names.append(full)
         if len(places) > 1:
             raise DataError(f"{document}: several sources have a document of this name; write source/name")
         if not places:
-            near = difflib.get_close_matches(document, all_names[:20_000], n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"names look like {all_names[0]}"
+            near = difflib.get_close_matches(document, known_names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"names look like {known_names[0]}"
             raise DataError(f"{document}: there is no such document; {hint}")
         return places[0]
 

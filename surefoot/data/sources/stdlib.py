@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sysconfig
 from pathlib import Path
@@ -22,10 +23,10 @@ class StdlibConfig(SourceConfig):
         """Raises `DataError` on a Python that ships without the library's source."""
         root = Path(sysconfig.get_paths()["stdlib"])
         files = []
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if _DROPPED.isdisjoint(relative.parts[:-1]) and path.is_file() and _is_utf8(path):
-                files.append((relative.as_posix(), path))
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in _DROPPED]  # site-packages may be large
+            paths = [Path(folder, name) for name in names if name.endswith(".py")]
+            files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file() and _is_utf8(path)]
         if not files:
             raise DataError(f"{root}: this Python has no standard library source; use another source or another Python")
         return TextTree(self.name, files, {"python": platform.python_version()})
