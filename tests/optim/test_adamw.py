@@ -36,7 +36,7 @@ def set_gradients(params: list[Param], step: int) -> None:
         param.tensor.grad = noise.to(param.tensor.dtype)
 
 
-def plain_adamw(  # noqa: PLR0917
+def plain_adamw(
     values: list[float],
     gradients: list[list[float]],
     lrs: list[float],

@@ -26,7 +26,7 @@ def plain_orthogonalise(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     return x
 
 
-def plain_muon(  # noqa: PLR0917
+def plain_muon(
     weight: Tensor, gradients: list[Tensor], lrs: list[float], momentum: float, decay: float, size: float
 ) -> Tensor:
     """Jordan et al. (2024) for one matrix, with decoupled weight decay (Liu et al., 2025)."""
