@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes at the peak so far: allocated on a CUDA device, resident for a CPU process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    import resource  # absent on Windows
+    import resource  # noqa: PLC0415 - absent on Windows
 
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -54,7 +55,7 @@ def peak_memory(device: torch.device) -> int:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             for line in file:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()

@@ -1,0 +1,127 @@
+"""Collectives along one dimension of a tensor, each with its transpose as gradient.
+
+    forward            backward
+    gather             reduce_scatter
+    reduce_scatter     gather
+    all_to_all         all_to_all, the other way
+
+A group of None stands for one rank: the tensor comes back as it went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+        ctx.split_dim, ctx.concat_dim, ctx.group = split_dim, concat_dim, group
+        return _all_to_all(x, split_dim, concat_dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grads[0], ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
+
+
+def gather(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """The ranks' tensors joined along `dim` in rank order, on every rank; gradients are summed over ranks and split."""
+    return x if group is None else _apply(_Gather, x, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """This rank's equal part along `dim` of the sum over ranks."""
+    return x if group is None else _apply(_ReduceScatter, x, dim, group)
+
+
+def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
+    """Split along one dimension, send each part to its rank, join what arrives along another."""
+    return x if group is None else _apply(_AllToAll, x, split_dim, concat_dim, group)
+
+
+def sum_(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Replace `x` by its sum over ranks; no gradient."""
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def max_(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Replace `x` by its largest over ranks; no gradient."""
+    if group is not None:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def sum_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
+    """Replace each tensor by its sum over ranks, in one collective for each dtype and device."""
+    if group is None:
+        return
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in alike.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in members])
+        torch._foreach_copy_(members, [part.view_as(tensor) for part, tensor in zip(parts, members, strict=True)])
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    flat = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(flat, x.contiguous(), group=group)
+    return flat if dim == 0 else torch.cat(flat.chunk(num_ranks), dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    if x.shape[dim] % num_ranks:
+        raise ValueError(f"{num_ranks} ranks cannot share dimension {dim} of {tuple(x.shape)} equally")
+    parts = x if dim == 0 else torch.cat(x.chunk(num_ranks, dim))
+    own = x.new_empty((parts.shape[0] // num_ranks, *parts.shape[1:]))
+    dist.reduce_scatter_tensor(own, parts.contiguous(), group=group)
+    return own
+
+
+def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+    num_ranks = dist.get_world_size(group)
+    if x.shape[split_dim] % num_ranks:
+        raise ValueError(f"{num_ranks} ranks cannot share dimension {split_dim} of {tuple(x.shape)} equally")
+    sent = torch.stack(x.chunk(num_ranks, split_dim))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(list(received), concat_dim)

@@ -1,0 +1,116 @@
+"""The grid of ranks: named axes, each rank's coordinates, and one process group for every set of axes that is asked for.
+
+The grid is row-major with the axes in the order of `AXES`: the last varies fastest, so that tensor-parallel ranks, which
+talk most, are neighbours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+DATA = ("replicate", "shard")
+"""Axes along which ranks see different samples."""
+
+# Groups live as long as their process: a mesh built again over the same ranks finds its groups here.
+_GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the axes; knows every rank's place without any process group."""
+
+    sizes: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.sizes) - set(AXES):
+            raise ValueError(f"no such axis: {sorted(unknown)[0]}")
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks in all."""
+        return self.size(*AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's index along each axis."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return found
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at `coordinates`; an axis left out counts as 0."""
+        number = 0
+        for axis in AXES:
+            number = number * self.size(axis) + coordinates.get(axis, 0)
+        return number
+
+    def index(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
+        """The index along `axes` together, the last varying fastest."""
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + coordinates.get(axis, 0)
+        return number
+
+    def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, by their index along them."""
+        own = self.coordinates(rank)
+        ranges = [range(self.size(axis)) for axis in axes]
+        return tuple(self.rank(own | dict(zip(axes, indexes, strict=True))) for indexes in itertools.product(*ranges))
+
+
+class Mesh:
+    """A grid seen from one rank, with process groups. All ranks must ask for the same groups in the same order."""
+
+    def __init__(self, grid: Grid, rank: int = 0) -> None:
+        self.grid, self.rank = grid, rank
+        self.coordinates = grid.coordinates(rank)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
+        return self.grid.size(*axes)
+
+    def index(self, *axes: str) -> int:
+        """This rank's index along `axes` together."""
+        return self.grid.index(self.coordinates, axes)
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The group of this rank's peers along `axes`; None where it is alone there."""
+        return self._group(axes) if self.size(*axes) > 1 else None
+
+    def device_mesh(self, device_type: str, *parts: tuple[str, ...]) -> DeviceMesh:
+        """A torch mesh with one dimension for each part, a part being one axis or several flattened."""
+        axes = [axis for part in parts for axis in part]
+        ranks = torch.tensor(self.grid.peers(self.rank, axes)).view([self.size(*part) for part in parts])
+        groups = [self._group(part) for part in parts]
+        names = tuple("_".join(part) for part in parts)
+        if len(parts) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+    def _group(self, axes: Sequence[str]) -> ProcessGroup:
+        ranks = self.grid.peers(self.rank, axes)
+        if ranks not in _GROUPS:
+            is_world = ranks == tuple(range(dist.get_world_size()))
+            group = dist.group.WORLD if is_world else dist.new_group(list(ranks), use_local_synchronization=True)
+            if not isinstance(group, ProcessGroup):
+                raise RuntimeError(f"rank {self.rank}: no process group over ranks {ranks}")
+            _GROUPS[ranks] = group
+        return _GROUPS[ranks]
+
+
+def forget_groups() -> None:
+    """Drop every group made so far, after the process group they belong to was destroyed."""
+    _GROUPS.clear()
