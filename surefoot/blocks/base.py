@@ -33,11 +33,13 @@ class Block(nn.Module):
     """A module whose own weights each carry logical axes and an initial distribution.
 
     `axes[name]` names the axes of weight `name`, output axis first. Layouts, optimizer groups and counts derive from it.
+    `units[axis]` is how many entries along an axis belong together and are never parted (a head); 1 where not given.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.axes: dict[str, tuple[str, ...]] = {}
+        self.units: dict[str, int] = {}
         self.initial: dict[str, Initial] = {}
 
     def add_weight(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], initial: Initial) -> nn.Parameter:

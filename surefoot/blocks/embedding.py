@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,13 +11,19 @@ from torch.nn import functional as F
 from surefoot.blocks.base import Block, Initial
 
 
+def lookup(tokens_BL: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of the ids (B, L) in `dtype`, (B, L, D)."""
+    return F.embedding(tokens_BL, weight_VD).to(dtype)
+
+
 class Embedding(Block):
-    """One vector a token id."""
+    """One vector a token id. `lookup` may be swapped for a parallel form."""
 
     def __init__(self, vocab_size: int, width: int, std: float) -> None:
         super().__init__()
         self.weight = self.add_weight("weight", (vocab_size, width), ("vocab", "embed"), Initial(std=std))
+        self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = lookup
 
     def forward(self, tokens_BL: Tensor, dtype: torch.dtype) -> Tensor:
         """Ids (B, L) to vectors (B, L, D) in `dtype`, the dtype that all blocks after it compute in."""
-        return F.embedding(tokens_BL, self.weight).to(dtype)
+        return self.lookup(tokens_BL, self.weight, dtype)

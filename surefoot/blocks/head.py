@@ -1,6 +1,11 @@
-"""The output head: hidden states to logits or straight to the loss. Legend: T tokens, D width, V vocabulary."""
+"""The output head: hidden states to logits or straight to the loss.
+
+Legend: B batch, L length, T = B·L tokens, D width, V vocabulary.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -8,13 +13,24 @@ from surefoot.blocks.base import Block, Initial
 from surefoot.ops.linear import linear
 from surefoot.ops.loss import LossSums, linear_cross_entropy
 
+Objective = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, LossSums]]
+
+
+def objective(x_BLD: Tensor, weight_VD: Tensor, targets_BL: Tensor, z_weight: float) -> tuple[Tensor, LossSums]:
+    """`linear_cross_entropy` of a batch."""
+    return linear_cross_entropy(x_BLD.flatten(0, 1), weight_VD, targets_BL.flatten(), z_weight)
+
 
 class Head(Block):
-    """A linear map onto the vocabulary, with a weight of its own or the embedding's (tied)."""
+    """A linear map onto the vocabulary, with a weight of its own or the embedding's (tied).
+
+    `objective` may be swapped for a parallel form.
+    """
 
     def __init__(self, vocab_size: int, width: int, z_loss: float, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.z_loss = z_loss
+        self.objective: Objective = objective
         if tied is None:
             self.weight = self.add_weight("weight", (vocab_size, width), ("vocab", "embed"), Initial(std=width**-0.5))
         else:
@@ -24,9 +40,9 @@ class Head(Block):
         """Hidden states (..., D) to logits (..., V)."""
         return linear(x, self.weight)
 
-    def loss(self, x_TD: Tensor, targets_T: Tensor) -> tuple[Tensor, LossSums]:
+    def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> tuple[Tensor, LossSums]:
         """Summed cross-entropy plus the weighted z term, and both sums for the record."""
-        return linear_cross_entropy(x_TD, self.weight, targets_T, self.z_loss)
+        return self.objective(x_BLD, self.weight, targets_BL, self.z_loss)
 
     def flops(self) -> float:
         """Forward FLOPs a token."""

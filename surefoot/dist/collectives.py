@@ -10,13 +10,17 @@ A group of None stands for one rank: the tensor comes back as it went in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed the two; earlier versions know the old names only.
+gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Gather(torch.autograd.Function):
@@ -103,7 +107,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     num_ranks = dist.get_world_size(group)
     flat = x.new_empty((num_ranks * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(flat, x.contiguous(), group=group)
+    gather_flat(flat, x.contiguous(), group=group)
     return flat if dim == 0 else torch.cat(flat.chunk(num_ranks), dim)
 
 
@@ -113,7 +117,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         raise ValueError(f"{num_ranks} ranks cannot share dimension {dim} of {tuple(x.shape)} equally")
     parts = x if dim == 0 else torch.cat(x.chunk(num_ranks, dim))
     own = x.new_empty((parts.shape[0] // num_ranks, *parts.shape[1:]))
-    dist.reduce_scatter_tensor(own, parts.contiguous(), group=group)
+    reduce_scatter_flat(own, parts.contiguous(), group=group)
     return own
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 DATA = ("replicate", "shard")
 """Axes along which ranks see different samples."""
+
+GROUPS = (
+    ("pipeline",),
+    ("replicate",),
+    ("context",),
+    ("tensor",),
+    ("shard", "context"),
+    ("shard", "context", "tensor"),
+    ("replicate", "shard", "context"),
+    AXES,
+)
+"""Every set of axes along which something is ever communicated."""
 
 # Groups live as long as their process: a mesh built again over the same ranks finds its groups here.
 _GROUPS: dict[tuple[int, ...], ProcessGroup] = {}
@@ -101,14 +114,36 @@ class Mesh:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
     def _group(self, axes: Sequence[str]) -> ProcessGroup:
+        if tuple(axes) not in GROUPS:
+            raise ValueError(f"{axes} is not among the groups of a mesh; add it to GROUPS")
         ranks = self.grid.peers(self.rank, axes)
         if ranks not in _GROUPS:
-            is_world = ranks == tuple(range(dist.get_world_size()))
-            group = dist.group.WORLD if is_world else dist.new_group(list(ranks), use_local_synchronization=True)
-            if not isinstance(group, ProcessGroup):
-                raise RuntimeError(f"rank {self.rank}: no process group over ranks {ranks}")
-            _GROUPS[ranks] = group
+            # Only the members take part: a cluster has far more groups than any rank is in.
+            _make_group(ranks, use_local_synchronization=True)
         return _GROUPS[ranks]
+
+
+def make_all_groups(grid: Grid) -> None:
+    """Make every group of a grid that may be smaller than the world; all ranks of the world call this together.
+
+    For ranks that serve one grid after another: torch names a group that only its members make after how many groups each
+    of them has made before, which then differs between them, and they would wait for one another forever.
+    """
+    for axes in GROUPS:
+        for ranks in dict.fromkeys(grid.peers(rank, axes) for rank in range(grid.num_ranks)):
+            if ranks not in _GROUPS:
+                _make_group(ranks, use_local_synchronization=False)
+
+
+def _make_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> None:
+    is_world = ranks == tuple(range(dist.get_world_size()))
+    group = (
+        dist.group.WORLD
+        if is_world
+        else dist.new_group(list(ranks), use_local_synchronization=use_local_synchronization)
+    )
+    # A rank that is not a member gets a placeholder; it is kept so that every rank's record of what exists is the same.
+    _GROUPS[ranks] = cast(ProcessGroup, group)
 
 
 def forget_groups() -> None:

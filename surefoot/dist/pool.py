@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -57,7 +58,7 @@ class Pool:
                     raise RankError(first or f"ranks {silent} gave no answer in time") from None
                 continue
             if is_good:
-                results[rank] = value
+                results[rank] = pickle.loads(value)
             else:
                 failures[rank] = value
                 # The others may wait for this rank until their own timeout: give them a moment, then end them.
@@ -108,7 +109,8 @@ def _serve(rank: int, num_ranks: int, store: str, jobs: Any, results: Any, timeo
     while (job := jobs.get()) is not None:
         function, arguments = job
         try:
-            results.put((rank, True, function(*arguments)))
+            # Pickled here, so that what cannot be sent is this job's error; as bytes, so that tensors travel by value.
+            results.put((rank, True, pickle.dumps(function(*arguments))))
         except BaseException:
             results.put((rank, False, f"rank {rank}: {traceback.format_exc()}"))
     with contextlib.suppress(Exception):

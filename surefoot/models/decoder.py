@@ -94,8 +94,7 @@ class Decoder(nn.Module):
         self, tokens_BL: Tensor, targets_BL: Tensor, docs: Documents, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, LossSums]:
         """The objective summed over valid targets (differentiable), and its parts; divide by the step's tokens once."""
-        x_TD = self(tokens_BL, docs, dtype=dtype).flatten(0, 1)
-        return self.head.loss(x_TD, targets_BL.flatten())
+        return self.head.loss(self(tokens_BL, docs, dtype=dtype), targets_BL)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., D) to logits (..., V)."""

@@ -30,6 +30,18 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Block, str]]:
             raise TypeError(f"parameter {name} names no axes; register it with Block.add_weight")
 
 
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give a model on meta memory, unfilled; weights that were one stay one, which `nn.Module.to_empty` forgets."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            places.setdefault(id(weight), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, first_name), *others in places.values():
+        for module, name in others:
+            module.register_parameter(name, getattr(first, first_name))
+
+
 def generator_for(seed: int, name: str) -> torch.Generator:
     """A CPU generator that depends on the seed and the name alone."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -14,7 +14,7 @@ from surefoot.checkpoint.load import Checkpoint, read_tensors
 from surefoot.config import CheckpointError, Config, RunError, flatten
 from surefoot.data.dataset import Batch
 from surefoot.models.decoder import Decoder
-from surefoot.models.initialise import named_weights
+from surefoot.models.initialise import materialise, named_weights
 from surefoot.optim.base import Optimizer, Param
 from surefoot.train.run import Run, effect_of_change
 
@@ -78,8 +78,8 @@ def load_weights(checkpoint: Checkpoint, params: list[Param]) -> None:
 def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decoder:
     """The model of a run with a checkpoint's weights."""
     with torch.device("meta"):
-        model = run.model.build()
-    model = model.to_empty(device=device).to(run.precision.weight_dtype)
+        model = run.model.build().to(run.precision.weight_dtype)
+    materialise(model, device)
     load_weights(checkpoint, named_params(model))
     return model
 

@@ -20,7 +20,7 @@ from surefoot.data.dataset import Batch, Dataset
 from surefoot.data.loader import Loader
 from surefoot.dist.startup import choose_device, peak_memory, set_threads
 from surefoot.models.count import flops_per_token
-from surefoot.models.initialise import initialise
+from surefoot.models.initialise import initialise, materialise
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
 from surefoot.optim.schedule import progress_of
@@ -78,8 +78,8 @@ class Trainer:
                 f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more",
             )
         with torch.device("meta"):
-            model = run.model.build()
-        self.model = model.to_empty(device=self.device).to(run.precision.weight_dtype)
+            self.model = run.model.build().to(run.precision.weight_dtype)
+        materialise(self.model, self.device)
         initialise(self.model, run.train.seed)
         self.params = named_params(self.model)
         self.weights = [param.tensor for param in self.params]

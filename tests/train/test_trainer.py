@@ -98,10 +98,10 @@ def test_the_gradient_is_of_the_mean_over_valid_tokens(tiny: Tiny) -> None:
     torch.testing.assert_close(gradient, model.head.weight.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_resumed_run_is_bitwise_the_same(tiny: Tiny, tmp_path: Path, compute: str) -> None:
+@pytest.mark.parametrize("change", ["precision.compute=fp32", "precision.compute=bf16", "model.tied=true"])
+def test_a_resumed_run_is_bitwise_the_same(tiny: Tiny, tmp_path: Path, change: str) -> None:
     """N + M steps straight = N, stop, M: weights, token stream, and every recorded number that is not a time."""
-    run = tiny(f"precision.compute={compute}")
+    run = tiny(change)
     fit(run, tmp_path / "straight")
     stopped = fit(run, tmp_path / "cut", (StopAfter(5, signal.SIGTERM),))
     assert stopped.stop_signal == signal.SIGTERM

@@ -78,6 +78,7 @@ class Attention(Mixer):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_size = config.head_size or width // config.num_heads
         q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        self.units = {"heads": self.head_size, "kv_heads": self.head_size}
         fan_in = Initial(std=width**-0.5)
         self.wq = self.add_weight("wq", (q_size, width), ("heads", "embed"), fan_in)
         self.wk = self.add_weight("wk", (kv_size, width), ("kv_heads", "embed"), fan_in)
@@ -91,7 +92,9 @@ class Attention(Mixer):
         """(B, L, D) to (B, L, D); with a state, queries also see the positions it holds."""
         batch, length, _ = x_BLD.shape
         heads = linear(x_BLD, self.wq, self.wk, self.wv).view(batch, length, -1, self.head_size)
-        q_BLHK, k_BLGK, v_BLGK = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), 2)
+        # The weights say how many heads there are: under tensor parallelism they hold this rank's.
+        num_heads, num_kv_heads = (weight.shape[0] // self.head_size for weight in (self.wq, self.wk))
+        q_BLHK, k_BLGK, v_BLGK = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
         if self.norm_q is not None and self.norm_k is not None:
             q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
         tables = self._tables(docs, x_BLD)

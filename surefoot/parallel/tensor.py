@@ -1,0 +1,153 @@
+"""Tensor and sequence parallelism (Shoeybi et al., 2019; Korthikanti et al., 2022), derived from axes.
+
+A weight with an axis in `CUT` holds this rank's part of it. Between mixers, feed-forward networks and head the sequence is
+cut: a hook before each gathers it, a hook after sums the ranks' partial outputs and cuts it again. Every other weight is
+a copy that saw part of the sequence or of the heads, so its gradient is partial and is summed over the ranks
+(`shard`).
+
+Legend: B batch, L length, T tokens, D width, V vocabulary (this rank's part), C rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from surefoot.blocks.base import Block, FeedForward, Mixer
+from surefoot.blocks.embedding import Embedding
+from surefoot.blocks.head import Head
+from surefoot.config import ConfigError
+from surefoot.dist.collectives import gather, max_, reduce_scatter, sum_
+from surefoot.dist.layout import Layout
+from surefoot.dist.mesh import Mesh
+from surefoot.models.initialise import named_weights
+from surefoot.ops.loss import LossSums, VocabularyPart, linear_cross_entropy
+
+CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+"""Logical axes that tensor parallelism cuts. All but the vocabulary must divide: a head is never split."""
+
+_SEQUENCE = 1
+
+
+def cut_dim(axes: tuple[str, ...]) -> int | None:
+    """The dimension of a weight that tensor parallelism cuts, if any."""
+    found = [dim for dim, axis in enumerate(axes) if axis in CUT]
+    return found[0] if found else None
+
+
+def check(model: nn.Module, size: int, sequence_length: int) -> None:
+    """`ConfigError` where `size` ranks cannot share what they would cut. The model is whole and may be on meta."""
+    if size == 1:
+        return
+    if sequence_length % size:
+        raise _refusal(size, sequence_length, "data.sequence_length (the sequence is cut between layers)")
+    for name, block in model.named_modules():
+        if not isinstance(block, Block):
+            continue
+        cut = [(weight, dim) for weight, axes in block.axes.items() if (dim := cut_dim(axes)) is not None]
+        if isinstance(block, Mixer | FeedForward) and not cut:
+            raise ConfigError("plan.tensor", size, f"{name} has no axis among {sorted(CUT)} to cut; use plan.tensor=1")
+        for weight, dim in cut:
+            axis, length = block.axes[weight][dim], getattr(block, weight).shape[dim]
+            count = length // block.units.get(axis, 1)
+            if axis == "vocab":
+                if -(-count // size) * (size - 1) >= count:
+                    raise ConfigError("plan.tensor", size, f"leaves a rank without any of the {count} rows of {name}")
+            elif count % size:
+                raise _refusal(size, count, f"{axis} of {name}")
+
+
+def layouts_of(model: nn.Module, size: int) -> dict[str, Layout]:
+    """How tensor parallelism cuts each weight of a whole model, by full name."""
+    layouts = {}
+    for full_name, block, name in named_weights(model):
+        shape, dim = tuple(getattr(block, name).shape), cut_dim(block.axes[name])
+        layout = Layout(shape)
+        layouts[full_name] = layout if dim is None or size == 1 else layout.split(dim, "tensor")
+    return layouts
+
+
+def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+    """Cut the weights of a model on meta and put the collectives around its blocks."""
+    group = mesh.group("tensor")
+    if group is None:
+        return
+    parts: dict[int, tuple[nn.Parameter, Layout]] = {}
+    for full_name, block, name in named_weights(model):
+        weight, layout = getattr(block, name), layouts[full_name]
+        box = layout.box(mesh.grid, mesh.coordinates)
+        parts[id(weight)] = (nn.Parameter(weight.new_empty(box.shape)), layout)
+    cut: dict[nn.Module, Layout] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            part, cut[module] = parts[id(weight)]
+            module.register_parameter(name, part)
+    for module in model.modules():
+        if isinstance(module, Mixer | FeedForward):
+            module.register_forward_pre_hook(_Gather(group))
+            module.register_forward_hook(_Scatter(group))
+        elif isinstance(module, Embedding | Head):
+            start = cut[module].box(mesh.grid, mesh.coordinates).offset[0]
+            if isinstance(module, Embedding):
+                module.lookup = _Lookup(group, start)
+            else:
+                module.objective = _Objective(group, start, -(-cut[module].shape[0] // mesh.size("tensor")))
+
+
+class _Gather:
+    """Before a mixer or feed-forward network: the whole sequence."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, _block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BLD, *rest = arguments
+        return gather(x_BLD, _SEQUENCE, self.group), *rest
+
+
+class _Scatter:
+    """After it: this rank's run of the sequence, summed over the ranks' heads or hidden units."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, _block: nn.Module, _arguments: tuple[Any, ...], y_BLD: Tensor) -> Tensor:
+        return reduce_scatter(y_BLD, _SEQUENCE, self.group)
+
+
+class _Lookup:
+    """Embedding over rows `start` to `start` + V of the vocabulary."""
+
+    def __init__(self, group: ProcessGroup, start: int) -> None:
+        self.group, self.start = group, start
+
+    def __call__(self, tokens_BL: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+        own_BL = tokens_BL - self.start
+        is_here_BL = (own_BL >= 0) & (own_BL < weight_VD.shape[0])
+        x_BLD = F.embedding(own_BL.clamp(0, weight_VD.shape[0] - 1), weight_VD).to(dtype)
+        # One rank has the row and the others add zeros, so the sum is exact in any dtype.
+        return reduce_scatter(torch.where(is_here_BL[..., None], x_BLD, 0), _SEQUENCE, self.group)
+
+
+class _Objective:
+    """Cross-entropy over a vocabulary whose rows are spread over the group; the logits are never gathered."""
+
+    def __init__(self, group: ProcessGroup, start: int, num_rows: int) -> None:
+        self.group = group
+        self.part = VocabularyPart(start, num_rows, lambda x: max_(x, group), lambda x: sum_(x, group))
+
+    def __call__(
+        self, x_BLD: Tensor, weight_VD: Tensor, targets_BL: Tensor, z_weight: float
+    ) -> tuple[Tensor, LossSums]:
+        x_TD = gather(x_BLD, _SEQUENCE, self.group).flatten(0, 1)
+        return linear_cross_entropy(x_TD, weight_VD, targets_BL.flatten(), z_weight, self.part)
+
+
+def _refusal(size: int, count: int, what: str) -> ConfigError:
+    nearest = min((d for d in range(1, count + 1) if count % d == 0), key=lambda d: (abs(d - size), d))
+    return ConfigError("plan.tensor", size, f"must divide {count} {what}; nearest that does: {nearest}")
