@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -127,8 +127,12 @@ def make_all_groups(grid: Grid) -> None:
     """Make every group of a grid that may be smaller than the world; all ranks of the world call this together.
 
     For ranks that serve one grid after another: torch names a group that only its members make after how many groups each
-    of them has made before, which then differs between them, and they would wait for one another forever.
+    of them has made before, which then differs between them, and they would wait for one another forever. For the same
+    reason the ranks first agree on torch's count, which FSDP2 raises where it makes groups of its own.
     """
+    count = torch.tensor(distributed_c10d._world.group_count)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    distributed_c10d._world.group_count = int(count)
     for axes in GROUPS:
         for ranks in dict.fromkeys(grid.peers(rank, axes) for rank in range(grid.num_ranks)):
             if ranks not in _GROUPS:

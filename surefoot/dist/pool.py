@@ -6,15 +6,18 @@ For tests and `surefoot verify`: starting eight ranks takes seconds, a job on ra
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ class Pool:
         self._processes: list[Any] = []
         self._jobs: list[Any] = []
         self._results: Any = None
+        self._place = ""
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> list[Any]:
         """`function(*arguments)` on every rank; what each returned, by rank. `RankError` where one raised or got stuck."""
@@ -53,9 +57,11 @@ class Pool:
                 late = time.monotonic() > deadline
                 if dead or late or failures:
                     silent = sorted(set(range(self.num_ranks)) - results.keys() - failures.keys())
+                    stacks = "" if failures else self._stacks(silent)
                     self.close(now=True)
-                    first = next(iter(failures.values()), "")
-                    raise RankError(first or f"ranks {silent} gave no answer in time") from None
+                    if failures:
+                        raise RankError(_cause(failures)) from None
+                    raise RankError(f"ranks {silent} gave no answer in time\n{stacks}") from None
                 continue
             if is_good:
                 results[rank] = pickle.loads(value)
@@ -79,15 +85,23 @@ class Pool:
             process.join(10)
         self._processes, self._jobs, self._results = [], [], None
 
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """Where the first two of `ranks` are."""
+        for rank in ranks[:2]:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = [(rank, Path(self._place, f"stack-{rank}").read_text(encoding="utf-8")) for rank in ranks[:2]]
+        return "\n".join(f"rank {rank}: {text}" for rank, text in texts)
+
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
-        place = tempfile.mkdtemp(prefix="surefoot-pool-")
+        self._place = tempfile.mkdtemp(prefix="surefoot-pool-")
         self._results = context.Queue()
         self._jobs = [context.SimpleQueue() for _ in range(self.num_ranks)]
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(rank, self.num_ranks, f"{place}/store", self._jobs[rank], self._results, self.timeout),
+                args=(rank, self.num_ranks, self._place, self._jobs[rank], self._results, self.timeout),
                 daemon=True,
             )
             for rank in range(self.num_ranks)
@@ -96,12 +110,14 @@ class Pool:
             process.start()
 
 
-def _serve(rank: int, num_ranks: int, store: str, jobs: Any, results: Any, timeout: float) -> None:
+def _serve(rank: int, num_ranks: int, place: str, jobs: Any, results: Any, timeout: float) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
+    stack = Path(place, f"stack-{rank}").open("w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{place}/store",
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout),

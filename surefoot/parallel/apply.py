@@ -6,16 +6,22 @@ generator and cut afterwards, so that no layout changes how a model starts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
+from surefoot.ops.documents import Documents
 from surefoot.parallel import shard, tensor
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel
+
+MicroBatch = tuple[Tensor, Tensor, Tensor]
+"""Tokens, targets and document numbers, each (B, L): this rank's samples, whole sequences."""
 
 
 @dataclass
@@ -25,6 +31,24 @@ class Laid:
     model: Decoder
     mesh: Mesh
     data_parallel: DataParallel
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], num_tokens: int, dtype: torch.dtype
+    ) -> tuple[float, float]:
+        """Gradients of (sum over valid tokens) / `num_tokens` into every part's `.grad`, summed over all ranks.
+
+        Returns the sums of nll and z over this rank's own tokens.
+        """
+        nll, z = 0.0, 0.0
+        for number, (tokens_BL, targets_BL, ids_BL) in enumerate(micro_batches):
+            self.data_parallel.before_backward(is_last=number == len(micro_batches) - 1)
+            docs = Documents(ids_BL, tokens_BL.shape[1])
+            objective, sums = self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)
+            torch.autograd.backward(objective / num_tokens)
+            nll += sums.nll.item()
+            z += sums.z.item()
+        self.data_parallel.reduce()
+        return nll, z
 
 
 def check(plan: Plan, config: DecoderConfig, sequence_length: int) -> None:

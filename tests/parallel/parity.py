@@ -1,0 +1,138 @@
+"""Gradients of one batch under a plan, put together from all ranks, in fp64, with nothing left at its initial value.
+
+Norm scales start at 1 and biases at 0, where a dropped or doubled one would not be seen: all vectors are drawn anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surefoot.blocks.ffn.swiglu import SwiGLUConfig
+from surefoot.blocks.mixers.attention import AttentionConfig
+from surefoot.dist.layout import Box
+from surefoot.dist.mesh import Mesh, make_all_groups
+from surefoot.dist.pool import Pool
+from surefoot.models.decoder import DecoderConfig
+from surefoot.models.initialise import generator_for
+from surefoot.parallel.apply import check, lay_out
+from surefoot.parallel.plan import Plan
+
+BATCH, LENGTH = 8, 24
+
+
+def decoder(
+    *, vocab_size: int = 61, tied: bool = False, num_heads: int = 4, num_kv_heads: int = 2, depth: int = 4
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        width=16,
+        depth=depth,
+        mixer=AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=4, rope_theta=20.0),
+        ffn=SwiGLUConfig(hidden=24),
+        tied=tied,
+        z_loss=0.01,
+    )
+
+
+def ragged_batch(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Documents of very different lengths, one of them a whole row, and a third of the targets not to be predicted."""
+    generator = torch.Generator().manual_seed(1)
+    tokens_BL, targets_BL = (torch.randint(vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    targets_BL[torch.rand(BATCH, LENGTH, generator=generator) < 0.3] = -100
+    ids_BL = (torch.rand(BATCH, LENGTH, generator=generator) < 0.2).long().cumsum(1)
+    ids_BL[0] = 0
+    return tokens_BL, targets_BL, ids_BL
+
+
+@dataclass
+class Share:
+    """What one rank holds after a backward pass: (box, gradient, value) by name."""
+
+    nll: float
+    parts: dict[str, tuple[Box, Tensor, Tensor]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
+    """This rank's share of the gradients of `ragged_batch`; None on a rank that the plan does not use."""
+    rank = 0
+    if dist.is_initialized():
+        make_all_groups(plan.grid)
+        rank = dist.get_rank()
+    if rank >= plan.num_ranks:
+        return None
+    mesh = Mesh(plan.grid, rank)
+    check(plan, config, LENGTH)
+    laid = lay_out(plan, config, mesh, dtype=torch.float64, device=torch.device("cpu"), seed=0)
+    locals_ = laid.data_parallel.locals
+    with torch.no_grad():
+        for local in locals_:
+            if len(local.layout.shape) == 1:
+                drawn = torch.randn(local.layout.shape, generator=generator_for(1, local.name), dtype=torch.float64)
+                local.part.copy_((1 + 0.3 * drawn)[local.layout.box(mesh.grid, mesh.coordinates).slices])
+    laid.data_parallel.after_step()
+    batch = ragged_batch(config.vocab_size)
+    size = BATCH // plan.num_data_ranks
+    first = mesh.index("replicate", "shard") * size
+    own = [tensor[first : first + size] for tensor in batch]
+    micro_batches = list(zip(*(tensor.chunk(num_micro) for tensor in own), strict=True))
+    nll, _ = laid.accumulate(micro_batches, int((batch[1] >= 0).sum()), torch.float64)
+    return Share(
+        nll,
+        {
+            local.name: (
+                local.layout.box(mesh.grid, mesh.coordinates),
+                local.part.grad.detach().clone(),
+                local.part.detach().clone(),
+            )
+            for local in locals_
+        },
+        {local.name: local.layout.shape for local in locals_},
+    )
+
+
+def whole(shares: list[Share | None]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Full gradients and values; copies of one part on several ranks must agree to the last bits."""
+    gradients: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for found in shares:
+        if found is None:
+            continue
+        for name, (box, gradient, value) in found.parts.items():
+            for full, part, tolerance in ((gradients, gradient, 1e-13), (values, value, 0.0)):
+                if name not in full:
+                    full[name] = torch.full(found.shapes[name], float("nan"), dtype=torch.float64)
+                there = full[name][box.slices]
+                if part.numel() and not there.isnan().all():
+                    torch.testing.assert_close(
+                        there, part, rtol=tolerance, atol=tolerance, msg=f"copies of {name} differ"
+                    )
+                full[name][box.slices] = part
+    for full in (gradients, values):
+        for name, tensor in full.items():
+            assert not tensor.isnan().any(), f"no rank holds all of {name}"
+    return gradients, values
+
+
+_ONE: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+
+
+def assert_same_as_one_process(pool: Pool, plan: Plan, config: DecoderConfig, num_micro: int = 1) -> float:
+    """Gradients and initial weights under `plan` against one process; returns the worst relative error of a gradient."""
+    key = repr(config)
+    if key not in _ONE:
+        _ONE[key] = whole([share(Plan(), config, 1)])
+    expected_gradients, expected_values = _ONE[key]
+    gradients, values = whole(pool.run(share, plan, config, num_micro))
+    assert gradients.keys() == expected_gradients.keys()
+    worst = 0.0
+    for name, expected in expected_gradients.items():
+        assert torch.equal(values[name], expected_values[name]), f"{name} starts otherwise"
+        error = float((gradients[name] - expected).norm() / expected.norm())
+        assert error < 1e-12, f"gradient of {name} is off by {error:.1e}"
+        worst = max(worst, error)
+    return worst
