@@ -17,7 +17,7 @@ class StepReport:
     far that were clipped, `update_ratio` rms(update) / rms(weight) by role. `mfu` is causal training FLOPs achieved over
     the device's peak. `memory_bytes` is the process's peak. `tokens` (valid), `flops` (causal), `samples` (position in
     the data order) and `seconds` are totals since step 0. `data_seconds` of `step_seconds` were spent waiting on data.
-    `token_hash` chains the hashes of all token ids seen.
+    `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step.
     """
 
     step: int
@@ -39,6 +39,7 @@ class StepReport:
     data_seconds: float
     seconds: float
     token_hash: str
+    time: float
     sources: dict[str, int] = field(default_factory=dict)
 
 

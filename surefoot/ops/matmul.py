@@ -1,15 +1,21 @@
 """Matrix products in the dtype asked for, on the fastest unit of this machine.
 
 A bf16 product accumulated in fp32 is the same function whether a bf16 unit computes it or its operands are widened and
-an fp32 GEMM does: widening is exact. x86 cores without AMX run the fp32 GEMM about twice as fast (300 against 165
-GFLOP/s on two Sapphire Rapids cores), so there bf16 keeps its storage, its rounding and its traffic, and leaves the
-multiplication to fp32. The choice depends on the machine alone, never on a measurement, so that a resumed run repeats it.
+an fp32 GEMM does: widening is exact. Which is faster depends on the processor (GFLOP/s on two cores, 1024-cubed):
+
+    Sapphire Rapids whose AMX is hidden   fp32 300   bf16 165   (AVX512_BF16 is there, at half the fp32 rate)
+    AMD EPYC with AVX512_BF16             fp32 203   bf16 849
+
+So on x86 without AMX, unless it is AMD's AVX512_BF16, bf16 keeps its storage, its rounding and its traffic, and leaves
+the multiplication to fp32. The choice depends on the machine alone, never on a measurement, so that a resumed run
+repeats it.
 """
 
 from __future__ import annotations
 
 import functools
 import platform
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,8 +23,17 @@ from torch import Tensor
 
 @functools.cache
 def _cpu_widens_bf16() -> bool:
-    is_x86 = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
-    return is_x86 and not torch.cpu._is_amx_tile_supported()
+    if platform.machine().lower() not in {"x86_64", "amd64", "i386", "i686"}:
+        return False
+    has_fast_bf16 = torch.cpu._is_amx_tile_supported() or (_is_amd() and torch.cpu._is_avx512_bf16_supported())
+    return not has_fast_bf16
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "AuthenticAMD" in platform.processor()
 
 
 def widens_bf16(device: torch.device) -> bool:

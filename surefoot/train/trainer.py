@@ -184,6 +184,7 @@ class Trainer:
             data_seconds=data_seconds,
             seconds=progress.seconds,
             token_hash=progress.token_hash[:16],
+            time=time.time(),
         )
 
     def _after_step(self) -> None:

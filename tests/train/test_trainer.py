@@ -28,7 +28,7 @@ from surefoot.train.step import accumulate
 from surefoot.train.trainer import Trainer
 
 Tiny = Callable[..., Run]
-TIMED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seconds", "seconds"}
+TIMED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seconds", "seconds", "time"}
 
 
 def fit(run: Run, path: Path, hooks: tuple[Hook, ...] = ()) -> Trainer:
