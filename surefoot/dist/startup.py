@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+
+# Options of mallopt(3).
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def choose_device(name: str) -> torch.device:
@@ -28,6 +33,26 @@ def set_threads(num_threads: int | None) -> int:
     return num_threads
 
 
+@functools.cache
+def tune_allocator() -> str:
+    """Let glibc keep what is freed and hand it out again; returns the allocator's name for the record.
+
+    By default it maps every large tensor anew, and the kernel clears each of its pages: measured 10 to 15% of a CPU step.
+    Another allocator, or settings of the user's own, are left alone.
+    """
+    preloaded = [name for name in ("tcmalloc", "jemalloc", "mimalloc") if name in os.environ.get("LD_PRELOAD", "")]
+    if preloaded:
+        return preloaded[0]
+    if platform.libc_ver()[0] != "glibc":
+        return "system"
+    if any(name.startswith("MALLOC_") and name.endswith("_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
+        return "glibc as the environment sets it"
+    libc = ctypes.CDLL(None)
+    settings = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TOP_PAD: 1 << 26}
+    taken = [libc.mallopt(option, value) for option, value in settings.items()]
+    return "glibc, keeping freed memory" if all(taken) else "glibc"
+
+
 def describe_device(device: torch.device) -> dict[str, Any]:
     """Facts about the device for the record."""
     if device.type == "cuda":
@@ -40,6 +65,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "amx": torch.cpu._is_amx_tile_supported(),
+        "allocator": tune_allocator(),
     }
 
 

@@ -1,7 +1,7 @@
 """Causal softmax attention within documents: a plain reference and the fast path of this device.
 
-Legend: B batch, L queries, S keys, H query heads, G key-value heads, R = H / G query heads a key-value head, K head size,
-N = B·G, I queries of one block, J keys that it may see.
+Legend: B batch, L queries, S keys, H query heads, G key-value heads, R = H / G query heads a key-value head, K head size;
+of one block: N = B·G, I queries (times R), J keys that they may see.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from surefoot.ops.matmul import widens_bf16
 _BLOCK_BYTES = 1 << 24
 """Scores held at once on a CPU: they stay in cache, and memory grows with the length, not with its square."""
 
-_LEAST_BLOCKS = 8
+_KEPT_BYTES = 1 << 24
+"""Probabilities that one call may keep for its backward instead of making them again."""
+
+_LEAST_BLOCKS = 4
 """Blocks of queries even where one would fit: with n of them (n + 1) / 2n of the scores are computed, not all."""
 
 
 def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> Tensor:
     """Attention of each query over the keys `docs` lets it see, scaled by 1/√K; returns (B, L, H, K) in q's dtype."""
+    if docs.whole is not None:
+        raise ValueError("the keys of a cut sequence are elsewhere: its attention must be swapped for a parallel form")
     if q_BLHK.device.type == "cpu":
         y: Tensor = apply(_BlockedAttention, q_BLHK, k_BSGK, v_BSGK, docs)
         return y
@@ -43,108 +48,108 @@ def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> T
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Attention by batched products over blocks of queries; scores are made again in backward.
+    """Attention by batched products over blocks of queries.
 
     torch's fused kernel reaches a third of this on CPUs with fast products: 4.8 ms forward and 13.3 ms backward for 64
-    heads of 256 x 32 in bf16, against about 2 and 4 (two cores with AVX512_BF16). Scores, softmax and its gradient are in
-    at least fp32; the products with values, and those of the gradients, in the inputs' dtype.
+    heads of 256 x 32 in bf16, against 3 and 4 (two cores with AVX512_BF16). Scores and softmax are in at least fp32, sums
+    over blocks too; the products of probabilities, and those of gradients, are in the inputs' dtype.
     """
 
     @staticmethod
     def forward(ctx: Any, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> Tensor:
-        ctx.save_for_backward(q_BLHK, k_BSGK, v_BSGK)
-        ctx.docs = docs
         work = _Work(q_BLHK, k_BSGK, v_BSGK, docs)
-        y_NRLK = torch.empty_like(work.q_NRLK)
-        for queries, num_keys in work.blocks():
-            p_NRIJ = work.probabilities(queries, num_keys)
-            y_NRLK[:, :, queries] = _bmm(p_NRIJ.to(work.v_NSK.dtype), work.v_NSK[:, :num_keys])
-        return _heads_last(y_NRLK, q_BLHK.shape).to(q_BLHK.dtype)
+        y_BLHK = torch.empty_like(q_BLHK)
+        kept, ctx.docs = [], docs
+        for run, num_keys in work.blocks():
+            p_NIJ = work.probabilities(run, num_keys)
+            work.place(y_BLHK, run, torch.bmm(p_NIJ, work.v_NSK[:, :num_keys]))
+            if work.keeps:
+                kept.append(p_NIJ)
+        ctx.save_for_backward(q_BLHK, k_BSGK, v_BSGK, *kept)
+        return y_BLHK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_BLHK, k_BSGK, v_BSGK = ctx.saved_tensors
+        q_BLHK, k_BSGK, v_BSGK, *kept = ctx.saved_tensors
         work = _Work(q_BLHK, k_BSGK, v_BSGK, ctx.docs)
-        dy_NRLK = _heads_first(grads[0].to(work.v_NSK.dtype), k_BSGK.shape[2])
-        wide_dy_NRLK, wide_v_NSK = (x.to(work.wide) for x in (dy_NRLK, work.v_NSK))
-        dq_NRLK = torch.empty_like(work.q_NRLK)
+        dq_BLHK = torch.empty_like(q_BLHK)
         dk_NSK, dv_NSK = (torch.zeros_like(work.k_NSK, dtype=work.wide) for _ in range(2))
-        for queries, num_keys in work.blocks():
-            p_NRIJ = work.probabilities(queries, num_keys)
-            dv_NSK[:, :num_keys] += _bmm_t(p_NRIJ.to(dy_NRLK.dtype), dy_NRLK[:, :, queries])
-            dp_NRIJ = _bmm(wide_dy_NRLK[:, :, queries], wide_v_NSK[:, :num_keys].mT)
-            ds_NRIJ = torch._softmax_backward_data(dp_NRIJ, p_NRIJ, -1, work.wide).to(work.k_NSK.dtype)
-            dq_NRLK[:, :, queries] = _bmm(ds_NRIJ, work.k_NSK[:, :num_keys])
-            dk_NSK[:, :num_keys] += _bmm_t(ds_NRIJ, work.q_NRLK[:, :, queries])
-        scale, dtype = work.scale, q_BLHK.dtype
-        dq_BLHK = _heads_last(dq_NRLK.mul_(scale), q_BLHK.shape)
-        dk_BSGK, dv_BSGK = (x.view(k_BSGK.shape[0], -1, *x.shape[1:]).transpose(1, 2) for x in (dk_NSK.mul_(scale), dv_NSK))
-        return dq_BLHK.to(dtype), dk_BSGK.to(dtype), dv_BSGK.to(dtype), None
+        for index, (run, num_keys) in enumerate(work.blocks()):
+            p_NIJ = kept[index] if kept else work.probabilities(run, num_keys)
+            dy_NIK = work.take(grads[0], run)
+            dv_NSK[:, :num_keys] += torch.bmm(p_NIJ.mT, dy_NIK)
+            dp_NIJ = torch.bmm(dy_NIK, work.v_NSK[:, :num_keys].mT)
+            ds_NIJ = torch._softmax_backward_data(dp_NIJ, p_NIJ, -1, p_NIJ.dtype)
+            work.place(dq_BLHK, run, torch.bmm(ds_NIJ, work.k_NSK[:, :num_keys]).mul_(work.scale))
+            dk_NSK[:, :num_keys] += torch.bmm(ds_NIJ.mT, work.take(q_BLHK, run))
+        shape = (*k_BSGK.shape[:1], k_BSGK.shape[2], k_BSGK.shape[1], k_BSGK.shape[3])
+        dk_BSGK, dv_BSGK = (
+            x_NSK.view(shape).transpose(1, 2).to(q_BLHK.dtype) for x_NSK in (dk_NSK.mul_(work.scale), dv_NSK)
+        )
+        return dq_BLHK, dk_BSGK, dv_BSGK, None
 
 
 class _Work:
-    """Operands laid out for batched products, one batch entry a key-value head, and the scores of a block."""
+    """Operands laid out for batched products, one batch entry a key-value head, and the scores of a block.
+
+    The R query heads of a key-value head lie one after the other along I.
+    """
 
     def __init__(self, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> None:
-        dtype = torch.float32 if q_BLHK.dtype is torch.bfloat16 and widens_bf16(q_BLHK.device) else q_BLHK.dtype
-        self.wide = torch.promote_types(dtype, torch.float32)
+        is_widened = q_BLHK.dtype is torch.bfloat16 and widens_bf16(q_BLHK.device)
+        self.dtype = torch.float32 if is_widened else q_BLHK.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
         self.scale = q_BLHK.shape[-1] ** -0.5
-        self.docs, self.num_groups = docs, k_BSGK.shape[2]
-        self.q_NRLK = _heads_first(q_BLHK.to(dtype), self.num_groups)
-        self.k_NSK, self.v_NSK = (x.to(dtype).transpose(1, 2).flatten(0, 1).contiguous() for x in (k_BSGK, v_BSGK))
-        self.scaled_q_NRLK = self.q_NRLK.to(self.wide) * self.scale
+        self.docs, self.q_BLHK = docs, q_BLHK
+        self.groups = (k_BSGK.shape[2], q_BLHK.shape[2] // k_BSGK.shape[2])
+        self.k_NSK, self.v_NSK = (
+            x_BSGK.transpose(1, 2).to(self.dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+            for x_BSGK in (k_BSGK, v_BSGK)
+        )
         self.wide_k_NSK = self.k_NSK.to(self.wide)
+        num_scores = q_BLHK[..., 0].numel() * k_BSGK.shape[1]
+        self.keeps = num_scores * self.dtype.itemsize <= _KEPT_BYTES
 
     def blocks(self) -> Iterator[tuple[slice, int]]:
         """Runs of queries, and how many keys the last of each may see."""
-        num_heads, length, num_keys = self.q_NRLK.shape[0] * self.q_NRLK.shape[1], *self.docs_shape
-        fitting = _BLOCK_BYTES // max(1, num_heads * num_keys * self.wide.itemsize)
-        size = max(1, min(-(-length // _LEAST_BLOCKS), fitting), min(length, 16))
+        (batch, length, num_heads, _), num_keys = self.q_BLHK.shape, self.k_NSK.shape[1]
+        fitting = _BLOCK_BYTES // (batch * num_heads * num_keys * self.wide.itemsize)
+        size = min(length, max(16, min(-(-length // _LEAST_BLOCKS), fitting)))
         for start in range(0, length, size):
             stop = min(start + size, length)
             yield slice(start, stop), num_keys - length + stop
 
-    @property
-    def docs_shape(self) -> tuple[int, int]:
-        """Queries and keys."""
-        return self.q_NRLK.shape[2], self.k_NSK.shape[1]
+    def take(self, x_BLHK: Tensor, run: slice) -> Tensor:
+        """A run of queries (or of their gradients) as an operand, (N, I, K)."""
+        x_BGRIK = x_BLHK[:, run].unflatten(2, self.groups).permute(0, 2, 3, 1, 4)
+        return x_BGRIK.to(self.dtype, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
 
-    def probabilities(self, queries: slice, num_keys: int) -> Tensor:
-        """(N, R, I, J)."""
-        scores_NRIJ = _bmm(self.scaled_q_NRLK[:, :, queries], self.wide_k_NSK[:, :num_keys].mT)
+    def place(self, x_BLHK: Tensor, run: slice, y_NIK: Tensor) -> None:
+        """Put a product back where its queries are."""
+        x_BGRIK = x_BLHK[:, run].unflatten(2, self.groups).permute(0, 2, 3, 1, 4)
+        x_BGRIK.copy_(y_NIK.view(x_BGRIK.shape))
+
+    def probabilities(self, run: slice, num_keys: int) -> Tensor:
+        """(N, I, J) in the products' dtype."""
+        q_NIK = self.take(self.q_BLHK, run).to(self.wide) * self.scale
+        scores_NIJ = torch.bmm(q_NIK, self.wide_k_NSK[:, :num_keys].mT)
+        size = run.stop - run.start
+        scores_BHIJ = scores_NIJ.view(self.q_BLHK.shape[0], -1, size, num_keys)
         if self.docs.is_packed:
-            hidden_B1IJ = ~self.docs.mask()[:, :, queries, :num_keys]
-            batch = hidden_B1IJ.shape[0]
-            scores_NRIJ.view(batch, -1, *scores_NRIJ.shape[-2:]).masked_fill_(hidden_B1IJ, float("-inf"))
-        elif (size := queries.stop - queries.start) > 1:
-            # Only the last keys can lie after a query: those of the block itself.
-            future_II = torch.ones(size, size, dtype=torch.bool).triu_(1)
-            scores_NRIJ[..., num_keys - size :].masked_fill_(future_II, float("-inf"))
-        return scores_NRIJ.softmax(-1)
+            bias_B1LS = self.docs.derive(("bias", self.wide), lambda: _bias(self.docs.mask(), self.wide))
+            scores_BHIJ += bias_B1LS[:, :, run, :num_keys]
+        elif size > 1:
+            # Only the block's own keys can lie after one of its queries.
+            scores_BHIJ[..., num_keys - size :] += self.docs.derive(
+                ("causal", size, self.wide), lambda: _bias(torch.ones(size, size, dtype=torch.bool).tril_(), self.wide)
+            )
+        p_NIJ: Tensor = scores_NIJ.softmax(-1).to(self.dtype)
+        return p_NIJ
 
 
-def _heads_first(x_BLHK: Tensor, num_groups: int) -> Tensor:
-    """(B, L, G·R, K) to (B·G, R, L, K)."""
-    batch, length, num_heads, size = x_BLHK.shape
-    x_BLGRK = x_BLHK.reshape(batch, length, num_groups, num_heads // num_groups, size)
-    return x_BLGRK.permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
-
-
-def _heads_last(x_NRLK: Tensor, shape: torch.Size) -> Tensor:
-    """(B·G, R, L, K) to (B, L, G·R, K)."""
-    x_BHLK = x_NRLK.reshape(shape[0], shape[2], shape[1], shape[3])
-    return x_BHLK.transpose(1, 2)
-
-
-def _bmm(left_NRIJ: Tensor, right_NJK: Tensor) -> Tensor:
-    """(N, R, I, J) times (N, J, K), as (N, R, I, K)."""
-    left = left_NRIJ.flatten(1, 2)
-    return torch.bmm(left, right_NJK).view(*left_NRIJ.shape[:3], -1)
-
-
-def _bmm_t(left_NRIJ: Tensor, right_NRIK: Tensor) -> Tensor:
-    """The transpose of the left (N, J, R·I) times (N, R·I, K)."""
-    return torch.bmm(left_NRIJ.flatten(1, 2).mT, right_NRIK.flatten(1, 2))
+def _bias(is_seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is seen and -inf where not."""
+    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, float("-inf"))
 
 
 def attend_plain(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> Tensor:

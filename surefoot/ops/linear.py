@@ -37,8 +37,13 @@ class _Linear(torch.autograd.Function):
 
 
 def _narrow(weights_OI: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    narrow = [weight.to(dtype) for weight in weights_OI]
-    return narrow[0] if len(narrow) == 1 else torch.cat(narrow)
+    if len(weights_OI) == 1:
+        return weights_OI[0].to(dtype)
+    sizes = [weight.shape[0] for weight in weights_OI]
+    narrow_OI = torch.empty((sum(sizes), weights_OI[0].shape[1]), dtype=dtype, device=weights_OI[0].device)
+    for part, weight in zip(narrow_OI.split(sizes), weights_OI, strict=True):
+        part.copy_(weight)
+    return narrow_OI
 
 
 def linear(x: Tensor, *weights_OI: Tensor) -> Tensor:

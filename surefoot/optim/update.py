@@ -11,7 +11,7 @@ from torch import Tensor
 from surefoot.optim.base import Param, Role
 from surefoot.optim.groups import split_by_role
 
-NUM_ENTRIES = 65_536
+NUM_ENTRIES = 16_384
 
 
 class UpdateMeter:

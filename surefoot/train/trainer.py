@@ -18,7 +18,7 @@ from surefoot.checkpoint.save import retain, save
 from surefoot.config import ConfigError, RunError, fingerprint
 from surefoot.data.dataset import Batch, Dataset
 from surefoot.data.loader import Loader
-from surefoot.dist.startup import choose_device, peak_memory, set_threads
+from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
 from surefoot.models.count import flops_per_token
 from surefoot.models.initialise import initialise, materialise
 from surefoot.observe.folder import RunFolder
@@ -70,6 +70,8 @@ class Trainer:
         except ValueError as error:
             raise ConfigError("train.device", run.train.device, str(error)) from None
         set_threads(run.train.threads)
+        if self.device.type == "cpu":
+            tune_allocator()
         self.dataset: Dataset = run.data.build(announce=self._say)
         if self.dataset.vocab_size > run.model.vocab_size:
             raise ConfigError(
