@@ -5,7 +5,7 @@ Legend: B batch, L length (queries), S keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,23 +19,35 @@ class Documents:
 
     `ids_BL` numbers the documents of each row in order (padding has a number of its own); `None` says that each row is a
     single document. `positions` counts from the start of each token's own document: (L) when all rows agree, else (B, L).
+
+    A sequence may be handled in parts. `run` is one stretch of it over all keys up to its end; `cut` is several stretches
+    laid end to end, which know nothing of the tokens between them: positions go on counting in the whole sequence, and
+    `whole` and `runs` say what was cut.
     """
 
     def __init__(
-        self, ids_BL: Tensor | None, length: int, *, start: int = 0, device: torch.device | None = None
+        self, ids_BS: Tensor | None, length: int, *, start: int = 0, device: torch.device | None = None
     ) -> None:
+        """`ids_BS` covers the `start` positions already seen too."""
         self.length, self.start = length, start
-        is_packed = ids_BL is not None and bool((ids_BL != ids_BL[:, :1]).any())
-        if is_packed and start:
-            raise ValueError("a packed batch cannot continue from a state: start must be 0")
-        self.ids_BL = ids_BL if is_packed else None
-        device = device or (ids_BL.device if ids_BL is not None else None)
-        self.positions = torch.arange(start, start + length, device=device)
-        if self.ids_BL is not None:
-            index_BL = self.positions.expand_as(self.ids_BL)
-            is_first_BL = torch.ones_like(self.ids_BL, dtype=torch.bool)
-            is_first_BL[:, 1:] = self.ids_BL[:, 1:] != self.ids_BL[:, :-1]
-            self.positions = index_BL - torch.where(is_first_BL, index_BL, 0).cummax(1).values
+        self.whole: Documents | None = None
+        self.runs: tuple[slice, ...] = (slice(start, start + length),)
+        is_packed = ids_BS is not None and bool((ids_BS != ids_BS[:, :1]).any())
+        if is_packed and ids_BS is not None and ids_BS.shape[1] != start + length:
+            raise ValueError(
+                f"a packed batch of {ids_BS.shape[1]} positions cannot stand for {start} + {length}: "
+                "it tells nothing of the documents before it, so start must be 0"
+            )
+        self._ids_BS = ids_BS if is_packed else None
+        device = device or (ids_BS.device if ids_BS is not None else None)
+        positions = torch.arange(start + length, device=device)
+        if self._ids_BS is not None:
+            index_BS = positions.expand_as(self._ids_BS)
+            is_first_BS = torch.ones_like(self._ids_BS, dtype=torch.bool)
+            is_first_BS[:, 1:] = self._ids_BS[:, 1:] != self._ids_BS[:, :-1]
+            positions = index_BS - torch.where(is_first_BS, index_BS, 0).cummax(1).values
+        self.positions = positions[..., start:]
+        self.ids_BL = None if self._ids_BS is None else self._ids_BS[:, start:]
         self._derived: dict[object, Any] = {}
 
     @property
@@ -52,12 +64,35 @@ class Documents:
 
     def mask(self) -> Tensor:
         """What each query may see, broadcastable to (B, heads, L, S): earlier tokens of its own document and itself."""
-        return self.derive("mask", self._make_mask)
+        stop = self.start + self.length
+        return self.derive("mask", lambda: self.mask_between(slice(self.start, stop), slice(0, stop)))
 
-    def _make_mask(self) -> Tensor:
-        keys_S = torch.arange(self.start + self.length, device=self.positions.device)
-        queries_L = keys_S[self.start :]
+    def mask_between(self, queries: slice, keys: slice) -> Tensor:
+        """What the queries of one run of the sequence may see of the keys of another, broadcastable as `mask` is."""
+        if self.whole is not None:
+            raise ValueError("a cut sequence holds some of the keys only: ask its whole")
+        device = self.positions.device
+        queries_L = torch.arange(queries.start, queries.stop, device=device)
+        keys_S = torch.arange(keys.start, keys.stop, device=device)
         mask = (queries_L[:, None] >= keys_S)[None, None]
-        if self.ids_BL is not None:
-            mask = mask & (self.ids_BL[:, None, :, None] == self.ids_BL[:, None, None, :])
+        if self._ids_BS is not None:
+            mask = mask & (self._ids_BS[:, None, queries, None] == self._ids_BS[:, None, None, keys])
         return mask
+
+    def run(self, start: int, stop: int) -> Documents:
+        """The queries from `start` to `stop` by themselves, over all keys up to `stop`. For a sequence that starts at 0."""
+        ids_BS = None if self._ids_BS is None else self._ids_BS[:, :stop]
+        device = self.positions.device
+        return self.derive(("run", start, stop), lambda: Documents(ids_BS, stop - start, start=start, device=device))
+
+    def cut(self, runs: Sequence[slice]) -> Documents:
+        """Those runs of the sequence, end to end; attention between them needs a form that finds the keys elsewhere."""
+        part = Documents(None, sum(run.stop - run.start for run in runs), device=self.positions.device)
+        part.whole, part.runs = self, tuple(runs)
+        part.positions = _take(self.positions, runs)
+        part.ids_BL = None if self.ids_BL is None else _take(self.ids_BL, runs)
+        return part
+
+
+def _take(x: Tensor, runs: Sequence[slice]) -> Tensor:
+    return torch.cat([x[..., run] for run in runs], -1)
