@@ -4,6 +4,7 @@
     gather             reduce_scatter
     reduce_scatter     gather
     all_to_all         all_to_all, the other way
+    pass_on            none: a ring's caller writes its own
 
 A group of None stands for one rank: the tensor comes back as it went in.
 """
@@ -69,6 +70,30 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
     """Split along one dimension, send each part to its rank, join what arrives along another."""
     return x if group is None else _apply(_AllToAll, x, split_dim, concat_dim, group)
+
+
+def pass_on(x: Tensor, group: ProcessGroup, tag: int = 0) -> Callable[[], Tensor]:
+    """Start to send `x` to the next rank of a ring; what comes back waits for, and returns, the previous rank's tensor.
+
+    No gradient. `x` must stay as it is until then. Transfers of one `tag` arrive in the order in which they were started.
+    """
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=(rank + 1) % num_ranks),
+            dist.P2POp(dist.irecv, received, group=group, tag=tag, group_peer=(rank - 1) % num_ranks),
+        ]
+    )
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        del sent_alive[:]
+        return received
+
+    sent_alive = [sent]  # the transfer reads it until it ends
+    return wait
 
 
 def sum_(x: Tensor, group: ProcessGroup | None) -> Tensor:
