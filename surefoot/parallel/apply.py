@@ -1,4 +1,5 @@
-"""The order of passes, in one place: cut weights -> collectives around blocks -> shard -> materialise -> initialise.
+"""The order of passes, in one place: swap attention -> cut weights -> collectives around blocks -> shard -> materialise ->
+initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -15,8 +16,7 @@ from torch import Tensor
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
-from surefoot.ops.documents import Documents
-from surefoot.parallel import shard, tensor
+from surefoot.parallel import context, shard, tensor
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel
 
@@ -40,9 +40,9 @@ class Laid:
         Returns the sums of nll and z over this rank's own tokens.
         """
         nll, z = 0.0, 0.0
-        for number, (tokens_BL, targets_BL, ids_BL) in enumerate(micro_batches):
+        for number, micro_batch in enumerate(micro_batches):
             self.data_parallel.before_backward(is_last=number == len(micro_batches) - 1)
-            docs = Documents(ids_BL, tokens_BL.shape[1])
+            tokens_BL, targets_BL, docs = context.cut(self.mesh, *micro_batch)
             objective, sums = self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)
             torch.autograd.backward(objective / num_tokens)
             nll += sums.nll.item()
@@ -56,6 +56,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int) -> None:
     with torch.device("meta"):
         model = config.build()
     tensor.check(model, plan.tensor, sequence_length)
+    context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
 
 
 def lay_out(
@@ -66,6 +67,7 @@ def lay_out(
         model = config.build().to(dtype)
     layouts = tensor.layouts_of(model, plan.tensor)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
+    context.apply(model, mesh, plan.context_kind)
     tensor.apply(model, mesh, layouts)
     shard.wrap(plan, model, mesh, device)
     materialise(model, device)

@@ -8,13 +8,14 @@ from pydantic import Field, model_validator
 
 from surefoot.config import Config, FieldError
 from surefoot.dist.mesh import Grid
+from surefoot.parallel.context import Kind
 
 
 class Plan(Config):
-    """A layout over `replicate` x `shard` x `tensor` ranks. Any legal plan trains the same model as one process.
+    """A layout over `replicate` x `shard` x `context` x `tensor` ranks. Any legal plan trains the same model as one process.
 
-    `replicate` and `shard` cut the batch; `tensor` cuts each layer's heads, feed-forward width and vocabulary, and the
-    sequence between them.
+    `replicate` and `shard` cut the batch; `context` cuts each sequence; `tensor` cuts each layer's heads, feed-forward width
+    and vocabulary, and the sequence between them.
     """
 
     replicate: int = Field(
@@ -29,6 +30,16 @@ class Plan(Config):
     reshard: int | None = Field(
         default=None, ge=2, description="ranks over which weights stay cut between forward and backward; null: all"
     )
+    context: int = Field(
+        default=1,
+        ge=1,
+        description="context-parallel ranks: each holds two chunks of every sequence, an early and a late one",
+    )
+    context_kind: Kind = Field(
+        default="gather",
+        description="how attention finds the keys of other context ranks: gather all of them (Dubey et al., 2024); ulysses "
+        "exchanges sequence for heads (Jacobs et al., 2023); ring sends them round, one rank's at a time (Liu et al., 2023)",
+    )
     tensor: int = Field(default=1, ge=1, description="tensor and sequence parallel ranks (Korthikanti et al., 2022)")
 
     @model_validator(mode="after")
@@ -42,7 +53,7 @@ class Plan(Config):
     @property
     def grid(self) -> Grid:
         """The grid of ranks."""
-        return Grid({"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor})
+        return Grid({"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor})
 
     @property
     def num_ranks(self) -> int:
@@ -66,8 +77,15 @@ class Plan(Config):
     def describe(self) -> str:
         """The plan in a few words."""
         parts = [
-            f"{name} {getattr(self, name)}" for name in ("replicate", "shard", "tensor") if getattr(self, name) > 1
+            f"{name} {getattr(self, name)}"
+            for name in ("replicate", "shard", "context", "tensor")
+            if getattr(self, name) > 1
         ]
+        if self.context > 1:
+            parts.append(f"{self.context_kind} attention")
         if self.shard > 1:
             parts.append(f"ZeRO-{self.zero}" + (f" (reshard {self.reshard})" if self.reshard else ""))
-        return ", ".join(parts) or "one process"
+        said = ", ".join(parts) or "one process"
+        if self.context == 1 and self.context_kind != "gather":
+            said += f" (context_kind {self.context_kind} has no effect with context 1)"
+        return said

@@ -21,7 +21,7 @@ from surefoot.models.initialise import generator_for
 from surefoot.parallel.apply import check, lay_out
 from surefoot.parallel.plan import Plan
 
-BATCH, LENGTH = 8, 24
+BATCH, LENGTH = 8, 48
 
 
 def decoder(
