@@ -137,7 +137,7 @@ def data_inspect(
 def _verb(name: str) -> ModuleType:
     # OpenMP threads spin at every barrier; when another process takes a core, the others spin through its whole time
     # slice and a step takes 20 times as long (measured: 0.5 s to 11 s). A short spin costs nothing on a quiet machine.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     return importlib.import_module(f"surefoot.cli.verbs.{name}")
 
 

@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from surefoot.dist.mesh import AXES, Grid
+from surefoot.dist.mesh import AXES, Grid, Mesh
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,23 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """This rank's part of a logical tensor."""
+class Place:
+    """Where a rank's part of one logical tensor lies."""
 
-    tensor: Tensor
-    box: Box
-    shape: tuple[int, ...]
+    layout: Layout
+    mesh: Mesh
 
-    @staticmethod
-    def whole(tensor: Tensor) -> Piece:
-        """A tensor that one process holds by itself."""
-        shape = tuple(tensor.shape)
-        return Piece(tensor, Box((0,) * len(shape), shape), shape)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logical tensor."""
+        return self.layout.shape
+
+    @property
+    def box(self) -> Box:
+        """This rank's part."""
+        return self.layout.box(self.mesh.grid, self.mesh.coordinates)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's copy is the one that counts in a sum over all ranks."""
+        return self.layout.counts_here(self.mesh.coordinates)

@@ -122,7 +122,8 @@ class _Work:
     def take(self, x_BLHK: Tensor, run: slice) -> Tensor:
         """A run of queries (or of their gradients) as an operand, (N, I, K)."""
         x_BGRIK = x_BLHK[:, run].unflatten(2, self.groups).permute(0, 2, 3, 1, 4)
-        return x_BGRIK.to(self.dtype, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
+        taken: Tensor = x_BGRIK.to(self.dtype, memory_format=torch.contiguous_format)
+        return taken.flatten(2, 3).flatten(0, 1)
 
     def place(self, x_BLHK: Tensor, run: slice, y_NIK: Tensor) -> None:
         """Put a product back where its queries are."""
@@ -143,8 +144,8 @@ class _Work:
             scores_BHIJ[..., num_keys - size :] += self.docs.derive(
                 ("causal", size, self.wide), lambda: _bias(torch.ones(size, size, dtype=torch.bool).tril_(), self.wide)
             )
-        p_NIJ: Tensor = scores_NIJ.softmax(-1).to(self.dtype)
-        return p_NIJ
+        p_NIJ: Tensor = scores_NIJ.softmax(-1)
+        return p_NIJ.to(self.dtype)
 
 
 def _bias(is_seen: Tensor, dtype: torch.dtype) -> Tensor:

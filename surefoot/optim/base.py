@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from surefoot.config import CheckpointError, Config
+from surefoot.dist.layout import Place
 
 Role: TypeAlias = Literal["matrix", "vocabulary", "vector"]
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
@@ -18,15 +20,29 @@ State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Param:
-    """One logical parameter: its full name, its tensor and the names of its axes, output axis first."""
+    """One logical parameter: its full name, its tensor and the names of its axes, output axis first.
+
+    With a `place`, `tensor` is this rank's part of it.
+    """
 
     name: str
     tensor: Tensor
     axes: tuple[str, ...]
+    place: Place | None = None
 
     def __post_init__(self) -> None:
         if self.tensor.dim() != len(self.axes):
             raise ValueError(f"{self.name} has {self.tensor.dim()} dimensions and axes {self.axes}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the logical parameter."""
+        return tuple(self.tensor.shape) if self.place is None else self.place.shape
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in the logical parameter."""
+        return math.prod(self.shape)
 
     @property
     def role(self) -> Role:

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from surefoot.dist.collectives import sum_
+from surefoot.optim.base import Param
 
 
 @torch.no_grad()
@@ -21,6 +25,18 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     norms: Sequence[Tensor] = torch._foreach_norm(list(gradients), 2, dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
+
+
+@torch.no_grad()
+def global_norm(params: Sequence[Param], group: ProcessGroup | None) -> Tensor:
+    """The norm over the logical parameters: of each entry, the one copy that counts; equal bits on every rank."""
+    counted = [param.tensor.grad for param in params if param.place is None or param.place.counts]
+    norm = gradient_norm([gradient for gradient in counted if gradient is not None])
+    if group is None:
+        return norm
+    # Squares are summed in fp64: a rank whose part is small must not vanish beside the others.
+    total = norm.to(torch.float64).square().reshape(1)
+    return sum_(total, group).sqrt()[0].to(norm.dtype)
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def describe(
             lr=config.lr_of(role),
             weight_decay=config.weight_decay_of(role),
             names=tuple(param.name for param in members),
-            num_elements=sum(param.tensor.numel() for param in members),
+            num_elements=sum(param.num_elements for param in members),
         )
         for role, members in split.items()
     ]

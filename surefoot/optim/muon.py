@@ -17,6 +17,7 @@ from torch import Tensor
 from surefoot.config import ConfigError
 from surefoot.optim.adamw import AdamW, refuse_betas
 from surefoot.optim.base import Group, Optimizer, OptimizerConfig, Param, gradients_of
+from surefoot.optim.exchange import AXES, Exchange
 from surefoot.optim.groups import describe, split_by_role
 
 # Jordan et al. (2024): steepest at 0, so that five iterations bring singular values from 1e-2 to within 0.7..1.2.
@@ -57,10 +58,6 @@ class _Slot:
     param: Param
     momentum: Tensor
 
-    @property
-    def is_tall(self) -> bool:
-        return self.param.tensor.shape[-2] > self.param.tensor.shape[-1]
-
 
 class Muon(Optimizer):
     """See `MuonConfig`; the state of a matrix is its `momentum`, of any other parameter AdamW's."""
@@ -79,30 +76,52 @@ class Muon(Optimizer):
                     f"has axes {param.axes}; Muon takes (output, input) or (experts, output, input): use AdamW",
                 )
         self._slots = [_Slot(param, torch.zeros_like(param.tensor.detach())) for param in matrices]
-        self._stacks = list(_stacks(self._slots))
+        self._stacks = [[self._slots[index] for index in stack] for stack in _stacks([s.momentum for s in self._slots])]
+        self._exchange = _exchange(self._slots)
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """See `Optimizer.step`."""
         self._rest.step(scale)
-        config, lr = self._config, self._config.lr * scale
+        lr = self._config.lr * scale
+        if self._exchange is not None:
+            self._move(self._slots, lr, self._exchange.apply(self._blend(self._slots), self._orthogonal))
+            return
         for stack in self._stacks:
             slots = [slot for slot in stack if slot.param.tensor.grad is not None]
-            if not slots:
-                continue
-            weights = [slot.param.tensor for slot in slots]
-            momenta, gradients = [slot.momentum for slot in slots], gradients_of(slot.param for slot in slots)
-            torch._foreach_lerp_(momenta, gradients, 1 - config.momentum)
-            blends = torch._foreach_lerp(gradients, momenta, config.momentum)
-            wide = [blend.mT if slot.is_tall else blend for slot, blend in zip(slots, blends, strict=True)]
-            mixed_KMN = torch.cat([blend.reshape(-1, *blend.shape[-2:]) for blend in wide])
-            update_KMN = orthogonalise(mixed_KMN, config.num_iterations)
-            if config.weight_decay:
-                torch._foreach_mul_(weights, 1 - lr * config.weight_decay)
-            parts = update_KMN.split([blend.numel() // mixed_KMN[0].numel() for blend in wide])
-            for slot, weight, part in zip(slots, weights, parts, strict=True):
-                update = (part.mT if slot.is_tall else part).reshape(weight.shape)
-                weight.add_(update, alpha=-lr * self._size(weight))
+            if slots:
+                self._move(slots, lr, self._stacked(self._blend(slots)))
+
+    def _blend(self, slots: Sequence[_Slot]) -> list[Tensor]:
+        """Advance the momenta; what is to be orthogonalised (Nesterov)."""
+        momenta, gradients = [slot.momentum for slot in slots], gradients_of(slot.param for slot in slots)
+        torch._foreach_lerp_(momenta, gradients, 1 - self._config.momentum)
+        return list(torch._foreach_lerp(gradients, momenta, self._config.momentum))
+
+    def _orthogonal(self, matrices: list[Tensor]) -> list[Tensor]:
+        """The update of each whole matrix, those of one shape together."""
+        updates: dict[int, Tensor] = {}
+        for stack in _stacks(matrices):
+            updates |= zip(stack, self._stacked([matrices[index] for index in stack]), strict=True)
+        return [updates[index] for index in range(len(matrices))]
+
+    def _stacked(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """The updates of matrices whose shapes agree up to transposition, as one batch."""
+        wide = [matrix.mT if _is_tall(matrix) else matrix for matrix in matrices]
+        mixed_KMN = torch.cat([matrix.reshape(-1, *matrix.shape[-2:]) for matrix in wide])
+        update_KMN = orthogonalise(mixed_KMN, self._config.num_iterations)
+        parts = update_KMN.split([matrix.numel() // mixed_KMN[0].numel() for matrix in wide])
+        return [
+            (part.mT if _is_tall(matrix) else part).reshape(matrix.shape)
+            for part, matrix in zip(parts, matrices, strict=True)
+        ]
+
+    def _move(self, slots: Sequence[_Slot], lr: float, updates: Sequence[Tensor]) -> None:
+        """Decay and update the weights."""
+        if self._config.weight_decay:
+            torch._foreach_mul_([slot.param.tensor for slot in slots], 1 - lr * self._config.weight_decay)
+        for slot, update in zip(slots, updates, strict=True):
+            slot.param.tensor.add_(update, alpha=-lr * self._size(slot.param.shape))
 
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
@@ -118,8 +137,8 @@ class Muon(Optimizer):
         """See `Optimizer.state`."""
         return {slot.param.name: {"momentum": slot.momentum} for slot in self._slots} | self._rest.state()
 
-    def _size(self, weight: Tensor) -> float:
-        num_outputs, num_inputs = weight.shape[-2:]
+    def _size(self, shape: tuple[int, ...]) -> float:
+        num_outputs, num_inputs = shape[-2:]
         if self._config.scaling == "spectral":
             return math.sqrt(num_outputs / num_inputs)
         # A semi-orthogonal matrix has RMS 1/sqrt(max(M, N)).
@@ -173,18 +192,30 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.bfloat16 if has_fast_bf16 else torch.float32
 
 
-def _stacks(slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
-    """Slots whose matrices agree up to transposition, device and dtype, in pieces of a bounded size."""
-    alike: dict[object, list[_Slot]] = {}
-    for slot in slots:
-        weight = slot.param.tensor
-        alike.setdefault((*sorted(weight.shape[-2:]), weight.device, weight.dtype), []).append(slot)
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[-2] > matrix.shape[-1]
+
+
+def _exchange(slots: Sequence[_Slot]) -> Exchange | None:
+    """How matrices that are cut come together; None where every rank holds its matrices whole."""
+    places = [slot.param.place for slot in slots if slot.param.place is not None]
+    if not any(place.layout.is_cut_along(axis) and place.mesh.size(axis) > 1 for place in places for axis in AXES):
+        return None
+    costs = [math.prod(place.shape) * min(place.shape[-2:]) for place in places]
+    return Exchange(places[0].mesh, places, costs)
+
+
+def _stacks(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indexes of matrices that agree up to transposition, device and dtype, in pieces of a bounded size."""
+    alike: dict[object, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        alike.setdefault((*sorted(matrix.shape[-2:]), matrix.device, matrix.dtype), []).append(index)
     for members in alike.values():
-        limit = _CPU_STACK_ELEMENTS if members[0].momentum.device.type == "cpu" else _STACK_ELEMENTS
-        piece: list[_Slot] = []
-        for slot in members:
-            if piece and sum(other.momentum.numel() for other in piece) + slot.momentum.numel() > limit:
+        limit = _CPU_STACK_ELEMENTS if matrices[members[0]].device.type == "cpu" else _STACK_ELEMENTS
+        piece: list[int] = []
+        for index in members:
+            if piece and sum(matrices[other].numel() for other in piece) + matrices[index].numel() > limit:
                 yield piece
                 piece = []
-            piece.append(slot)
+            piece.append(index)
         yield piece

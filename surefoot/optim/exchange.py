@@ -1,0 +1,90 @@
+"""Whole matrices from parts and back, for optimizers that need them whole.
+
+Each matrix has one owner among the ranks that share it; work is balanced over owners. All parts of all matrices travel in
+one all-to-all, and all updates in another, however many matrices there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surefoot.dist.layout import Box, Place
+from surefoot.dist.mesh import Mesh
+
+AXES = ("shard", "context", "tensor")
+"""Axes that may cut a weight. Ranks along the others hold copies, and each set of them does the work for itself."""
+
+
+class Exchange:
+    """Over matrices of fixed places; the same order on every rank."""
+
+    def __init__(self, mesh: Mesh, places: Sequence[Place], costs: Sequence[float]) -> None:
+        self._group = mesh.group(*AXES)
+        self._rank, num_ranks = mesh.index(*AXES), mesh.size(*AXES)
+        self.shapes = [place.shape for place in places]
+        self.owners = balanced(costs, num_ranks)
+        peers = [mesh.grid.coordinates(rank) for rank in mesh.grid.peers(mesh.rank, AXES)]
+        # Where each rank's part lies, and whether it is the copy that is sent: ranks along an uncut axis hold equal ones.
+        self._boxes = [[place.layout.box(mesh.grid, peer) for peer in peers] for place in places]
+        self._sends = [
+            [all(peer[axis] == 0 for axis in AXES if not place.layout.is_cut_along(axis)) for peer in peers]
+            for place in places
+        ]
+
+    def apply(self, parts: Sequence[Tensor], update: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """This rank's part of `update` of the whole matrices; `update` is given those that this rank owns."""
+        numbers, ranks = range(len(parts)), range(len(self._boxes[0]))
+        mine = [number for number in numbers if self.owners[number] == self._rank]
+
+        def owned(owner: int) -> list[int]:
+            return [number for number in numbers if self.owners[number] == owner]
+
+        sent = [[parts[number] for number in owned(owner) if self._sends[number][self._rank]] for owner in ranks]
+        expected = [[self._boxes[number][rank] for number in mine if self._sends[number][rank]] for rank in ranks]
+        like = parts[0].new_empty(0)
+        received = self._all_to_all(sent, expected, like)
+        whole = {number: parts[0].new_empty(self.shapes[number]) for number in mine}
+        for rank in ranks:
+            sources = iter(received[rank])
+            for number in mine:
+                if self._sends[number][rank]:
+                    whole[number][self._boxes[number][rank].slices] = next(sources)
+        updates = [tensor.to(like.dtype) for tensor in update([whole[number] for number in mine])]
+        updated = dict(zip(mine, updates, strict=True))
+        returned = self._all_to_all(
+            [[updated[number][self._boxes[number][rank].slices] for number in mine] for rank in ranks],
+            [[self._boxes[number][self._rank] for number in owned(owner)] for owner in ranks],
+            like,
+        )
+        found = {number: part for owner in ranks for number, part in zip(owned(owner), returned[owner], strict=True)}
+        return [found[number] for number in numbers]
+
+    def _all_to_all(self, sent: list[list[Tensor]], expected: list[list[Box]], like: Tensor) -> list[list[Tensor]]:
+        """Tensors for each rank out; tensors of the expected boxes from each rank in."""
+        outgoing = [torch.cat([like, *(tensor.reshape(-1) for tensor in tensors)]) for tensors in sent]
+        sizes = [sum(box.num_elements for box in boxes) for boxes in expected]
+        incoming = like.new_empty(sum(sizes))
+        dist.all_to_all_single(
+            incoming, torch.cat(outgoing), sizes, [tensor.numel() for tensor in outgoing], group=self._group
+        )
+        return [
+            [
+                piece.view(box.shape)
+                for piece, box in zip(run.split([b.num_elements for b in boxes]), boxes, strict=True)
+            ]
+            for run, boxes in zip(incoming.split(sizes), expected, strict=True)
+        ]
+
+
+def balanced(costs: Sequence[float], num_owners: int) -> list[int]:
+    """An owner for each cost: the largest first, each to the owner with the least so far."""
+    loads, owners = [0.0] * num_owners, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owner = min(range(num_owners), key=lambda candidate: (loads[candidate], candidate))
+        owners[number] = owner
+        loads[owner] += costs[number]
+    return owners
