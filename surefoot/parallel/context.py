@@ -1,8 +1,8 @@
 """Context parallelism: each sequence is cut over the `context` ranks, and attention finds the keys that lie elsewhere.
 
 A sequence of 2n chunks over n ranks: rank r holds chunks r and 2n - 1 - r, so that under a causal mask every rank has
-the same work (Brandon et al., 2023; used with gather by Llama 3). Everything but attention sees this rank's tokens only;
-`attend` of each softmax mixer is swapped for one of
+the same work (Dubey et al., 2024, section 3.3.2). Everything but attention sees this rank's tokens only; `attend` of each
+softmax mixer is swapped for one of
 
     gather     all keys and values are gathered; a chunk of queries attends to those before it   (Dubey et al., 2024)
     ulysses    heads for sequence and back: all of the sequence for some of the heads           (Jacobs et al., 2023)
