@@ -48,7 +48,7 @@ class Result:
     was_quiet: bool = True
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """A trainer cannot be run here; the text says why."""
 
 
@@ -104,9 +104,9 @@ def run_peer(name: str, steps: int, threads: int) -> Result:
     """Another trainer, through the script of SUREFOOT_PEERS_SCRIPT."""
     script = os.environ.get("SUREFOOT_PEERS_SCRIPT")
     if not script:
-        raise Unavailable("SUREFOOT_PEERS_SCRIPT is not set; see benchmarks/README.md")
+        raise UnavailableError("SUREFOOT_PEERS_SCRIPT is not set; see benchmarks/README.md")
     if not Path(script).is_file():
-        raise Unavailable(f"SUREFOOT_PEERS_SCRIPT: {script} is not a file")
+        raise UnavailableError(f"SUREFOOT_PEERS_SCRIPT: {script} is not a file")
     process = subprocess.run(
         [sys.executable, script, name, "--steps", str(steps), "--threads", str(threads)],
         capture_output=True,
@@ -118,7 +118,7 @@ def run_peer(name: str, steps: int, threads: int) -> Result:
         rate, peak = float(found["tokens_per_s_median"]), float(found["peak_rss_mb"]) * 2**20
     except (IndexError, ValueError, KeyError, TypeError):
         text = (process.stderr or process.stdout).strip().splitlines()
-        raise Unavailable(text[-1][:200] if text else f"{script} said nothing") from None
+        raise UnavailableError(text[-1][:200] if text else f"{script} said nothing") from None
     return Result(name, rate, peak, found.get("startup_s"))
 
 
@@ -279,7 +279,7 @@ def measure(
                     found = run_plain(steps, threads)
                 else:
                     found = run_peer(name, steps, threads)
-            except Unavailable as error:
+            except UnavailableError as error:
                 missing[name] = str(error)
                 say(f"  {error}")
                 continue

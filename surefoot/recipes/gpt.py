@@ -15,7 +15,7 @@ _WEB = HuggingFaceConfig(dataset="HuggingFaceFW/fineweb-edu", subset="sample-10B
 
 
 def gpt_30m() -> Run:
-    """A 30 M decoder on the standard library's source for 10 epochs: an evening on a laptop, minutes on a GPU."""
+    """Python's own source, 10 epochs: a day on two cores, minutes on a GPU"""
     return Run(
         name="gpt-30m",
         model=decoder("30m", vocab_size=8192),
@@ -31,17 +31,17 @@ def gpt_30m() -> Run:
 
 
 def gpt_110m() -> Run:
-    """A 110 M decoder on 2.2 B tokens of FineWeb-Edu (20 a parameter), with Muon; needs the extra hf."""
+    """FineWeb-Edu, 20 tokens a parameter, Muon (extra hf)"""
     return _web("gpt-110m", "110m", num_steps=4_200, lr=0.01)
 
 
 def gpt_410m() -> Run:
-    """A 410 M decoder on 8.2 B tokens of FineWeb-Edu (20 a parameter), with Muon; needs the extra hf."""
+    """FineWeb-Edu, 20 tokens a parameter, Muon (extra hf)"""
     return _web("gpt-410m", "410m", num_steps=15_600, lr=0.006)
 
 
 def llama_1b() -> Run:
-    """A 1 B Llama-style decoder on 10 B tokens of FineWeb-Edu, with AdamW and a cosine; needs the extra hf."""
+    """FineWeb-Edu, AdamW and a cosine as in Llama (extra hf)"""
     base = _web("llama-1b", "1b", num_steps=19_000, lr=0.006)
     model = decoder("1b", vocab_size=32_768, rope_theta=500_000.0)
     return base.model_copy(

@@ -11,16 +11,16 @@ from surefoot.train.run import ObserveConfig, Run, TrainConfig
 
 
 def quickstart() -> Run:
-    """A 5 M decoder on the standard library's source: real text, nothing to download, under 5 minutes."""
+    """Python's own source, nothing to download, minutes on a CPU"""
     return Run(
         name="quickstart",
-        model=decoder("5m", vocab_size=4096),
+        model=decoder("1m", vocab_size=4096),
         data=CorpusConfig(
             sources=(WeightedSource(source=StdlibConfig()),), tokenizer=BPEConfig(vocab_size=4096), sequence_length=256
         ),
-        optim=MuonConfig(lr=0.01, vocabulary_lr=0.01, vector_lr=0.01, weight_decay=0.1),
+        optim=MuonConfig(lr=0.02, vocabulary_lr=0.06, vector_lr=0.06, weight_decay=0.1),
         schedule=LinearToZero(warmup=0.02),
-        train=TrainConfig(num_steps=400, batch=16),
-        observe=ObserveConfig(evaluate_every=100, prompts=("import ", "def main(", "class ")),
-        checkpoint=CheckpointConfig(every=100),
+        train=TrainConfig(num_steps=800, batch=16),
+        observe=ObserveConfig(evaluate_every=200, prompts=("import ", "def main(", "class ")),
+        checkpoint=CheckpointConfig(every=200),
     )

@@ -29,8 +29,8 @@ def run() -> None:
         flops = flops_per_token(model, chosen.data.sequence_length)["causal"] * chosen.tokens
         table.add_row(
             name,
-            f"{count_parameters(model)['total']:,}",
-            f"{chosen.tokens:,}",
+            _count(count_parameters(model)["total"]),
+            _count(chosen.tokens),
             f"{flops:.1e}",
             _duration(flops / peak / EFFICIENCY) if peak else "-",
             (function.__doc__ or "").strip().splitlines()[0],
@@ -40,6 +40,13 @@ def run() -> None:
     console.print(
         f"time here: FLOPs / ({EFFICIENCY:.0%} of the matmul ceiling measured just now); data preparation is extra"
     )
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"
 
 
 def _duration(seconds: float) -> str:

@@ -21,7 +21,7 @@ class Size(NamedTuple):
 
 # Head sizes of 64 to 128 and feed-forward widths of 8/3 width rounded up to a multiple of 128.
 SIZES: dict[str, Size] = {
-    "1m": Size(4, 128, 4, 2, 384),
+    "1m": Size(4, 128, 2, 2, 384),
     "5m": Size(6, 256, 4, 2, 768),
     "30m": Size(8, 512, 8, 4, 1408),
     "110m": Size(12, 768, 12, 4, 2048),
