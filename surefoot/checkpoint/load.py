@@ -14,6 +14,8 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from surefoot.checkpoint.archive import DTYPES
+from surefoot.checkpoint.inert import ForeignError
 from surefoot.checkpoint.manifest import (
     DAMAGED,
     METADATA,
@@ -21,11 +23,12 @@ from surefoot.checkpoint.manifest import (
     TensorRecord,
     candidates,
     check_hashes,
+    named_step,
     open_regular,
     read_manifest,
     reason,
 )
-from surefoot.checkpoint.metadata import ForeignError, read_metadata
+from surefoot.checkpoint.metadata import read_metadata
 from surefoot.checkpoint.storage import Reader, call_dcp
 from surefoot.config import CheckpointError
 
@@ -60,11 +63,13 @@ def latest(folder: Path, announce: Callable[[str], None]) -> Checkpoint | None:
 def open_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint by its directory; `CheckpointError` names what is missing, damaged or foreign in it."""
     manifest = read_manifest(path)
-    named = [step for step, candidate in candidates(path.parent) if candidate.name == path.name]
-    if named and named != [manifest.step]:
+    if named_step(path) not in (None, manifest.step):
         raise CheckpointError(f"{path}: holds step {manifest.step}; give it back the name it was saved under")
     check_hashes(path, manifest)
-    state = json.loads(_read(path / STATE))
+    try:
+        state = json.loads(_read(path / STATE))
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path / STATE}: is not readable JSON; it {DAMAGED}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE}: is not an object; it {DAMAGED}")
     try:
@@ -99,7 +104,7 @@ def load_into(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
 def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
     """New CPU tensors of every name under `prefix`, by the rest of the name."""
     tensors = {
-        name: torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        name: torch.empty(record.shape, dtype=DTYPES[record.dtype])
         for name, record in checkpoint.tensors.items()
         if name.startswith(prefix)
     }

@@ -76,13 +76,19 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def named_step(path: Path) -> int | None:
+    """The step whose checkpoint a path's name claims to be; None for other names."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match and path.name.rstrip("~") == step_name(int(match[1])) else None
+
+
 def candidates(folder: Path) -> list[tuple[int, Path]]:
     """Everything in `folder` that bears a checkpoint's name, newest first, a replaced one ("~") after its successor."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match and path.name.rstrip("~") == step_name(int(match[1])):
-            found.append((int(match[1]), path))
+        step = named_step(path)
+        if step is not None:
+            found.append((step, path))
     return sorted(found, key=lambda item: (-item[0], item[1].name))
 
 
@@ -104,7 +110,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: is not a whole checkpoint (no {MANIFEST}); name one that is") from None
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({reason(error)}); {DAMAGED}") from None
+        raise CheckpointError(f"{file}: cannot be read ({reason(error)}); the checkpoint {DAMAGED}") from None
     try:
         return _parse(data)
     except _UnknownFormatError as error:
@@ -158,7 +164,7 @@ def _parse(data: bytes) -> Manifest:
         raise TypeError("is not an object")
     if content.get("format") != FORMAT:
         if isinstance(content.get("format"), int):
-            raise _UnknownFormatError(str(content["format"]))
+            raise _UnknownFormatError(f"{content['format']!s:.20}")
         raise ValueError("names no format")
     manifest = Manifest(
         step=_count(content["step"]),
@@ -212,4 +218,4 @@ def _one_line(error: Exception) -> str:
         return f"lacks {error.args[0]!r}"
     if isinstance(error, RecursionError):
         return "is nested too deeply"
-    return str(error).splitlines()[0][:200]
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

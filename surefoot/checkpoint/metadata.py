@@ -1,15 +1,10 @@
-"""DCP's `.metadata` is a pickle: here it is read so that nothing in it can run.
-
-The unpickler knows a short list of names and hands out a throw-away stand-in for each, never the class itself; a pickle
-can call and alter nothing else. What it built is then copied, field by field and type by type, into real DCP metadata.
-"""
+"""DCP's `.metadata` is a pickle: here it is read as data and copied, field by field and type by type, into real metadata."""
 
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable, Mapping
-from io import BytesIO
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -23,13 +18,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from surefoot.checkpoint.archive import DTYPES
+from surefoot.checkpoint.inert import Built, ForeignError, Name, read_pickle
 from surefoot.checkpoint.manifest import Manifest, TensorRecord
 
 T = TypeVar("T")
 
 _DCP = "torch.distributed.checkpoint.metadata"
-# Where DCP of torch 2.11 to 2.15 keeps the classes that stand in a file of ours.
-_RECORDS = {
+_MAX_DIMS = 64
+# Where DCP of torch 2.11 to 2.15 keeps what stands in a file of ours.
+_NAMES = {
     (_DCP, "Metadata"),
     (_DCP, "TensorStorageMetadata"),
     (_DCP, "BytesStorageMetadata"),
@@ -38,35 +36,30 @@ _RECORDS = {
     (_DCP, "MetadataIndex"),
     (_DCP, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", name) for name in DTYPES),
 }
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-
-
-class ForeignError(Exception):
-    """The text says what in the metadata is not what DCP writes for tensors."""
 
 
 def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
     """DCP's metadata from its pickle; `ForeignError` where it holds, names or points at anything but `manifest`'s."""
-    try:
-        root = _Unpickler(BytesIO(data)).load()
-    except ForeignError:
-        raise
-    except Exception as error:  # a broken pickle raises almost anything
-        raise ForeignError(f"is not readable as DCP metadata ({type(error).__name__})") from None
-    fields = _fields(root, "Metadata")
+    fields = _fields(read_pickle(data, _NAMES), "Metadata")
     # Filled by DCP only when it flattens nested state; ours is flat.
     if fields.get("planner_data") is not None or fields.get("storage_meta") is not None:
         raise ForeignError("holds planner data, which surefoot never writes")
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        _typed(name, str): _tensor(value) for name, value in _typed(fields.get("state_dict_metadata"), dict).items()
+    storage = {
+        _index(key): _storage_info(value, manifest) for key, value in _typed(fields.get("storage_data"), dict).items()
     }
-    storage = {}
-    for key, value in _typed(fields.get("storage_data"), dict).items():
-        index = _index(key)
-        storage[index] = _storage_info(value, manifest)
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    num_chunks = 0
+    for name, value in _typed(fields.get("state_dict_metadata"), dict).items():
+        tensor = _tensor(value, len(storage) - num_chunks)
+        num_chunks += len(tensor.chunks)
+        tensors[_typed(name, str)] = tensor
     metadata = Metadata(tensors, storage_data=storage)
     _check_against(metadata, manifest)
+    _check_disjoint(storage.values())
     return metadata
 
 
@@ -77,57 +70,33 @@ def tensor_metadata(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     }
 
 
-class _Unpickler(pickle.Unpickler):
-    """An unpickler to which nothing exists but stand-ins for the names on the list."""
-
-    def __init__(self, file: BytesIO) -> None:
-        super().__init__(file)
-        self._stand_ins: dict[str, type[_Record]] = {}
-
-    def find_class(self, module: str, name: str) -> Callable[..., Any] | torch.dtype:
-        """The stand-in for a name; `ForeignError` for a name that is not on the list."""
-        if (module, name) in _RECORDS:
-            return self._stand_ins.setdefault(name, type(name, (_Record,), {}))
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return str
-        raise ForeignError(f"names {module}.{name!s:.80}, which is not part of a checkpoint".replace("\n", " "))
-
-
-class _Record:
-    """What a pickle may build: arguments and a state, both inert."""
-
-    def __init__(self, *values: object) -> None:
-        self.values = values
-        self.state: object = None
-
-    def __setstate__(self, state: object) -> None:
-        self.state = state
-
-
 def _fields(value: object, kind: str) -> Mapping[str, Any]:
-    if not isinstance(value, _Record) or type(value).__name__ != kind:
+    return _typed(_built(value, kind).state, dict)
+
+
+def _built(value: object, kind: str) -> Built:
+    if type(value) is not Built or value.of.name != kind:
         raise ForeignError(f"holds a {_kind(value)} where a {kind} belongs")
-    return _typed(getattr(value, "state", None), dict)
+    return value
 
 
-def _tensor(value: object) -> TensorStorageMetadata:
-    if isinstance(value, _Record) and type(value).__name__ == "BytesStorageMetadata":
+def _tensor(value: object, max_chunks: int) -> TensorStorageMetadata:
+    if type(value) is Built and value.of.name == "BytesStorageMetadata":
         raise ForeignError("holds a pickled object beside the tensors, which is never loaded")
     fields = _fields(value, "TensorStorageMetadata")
-    properties = fields.get("properties")
-    if not isinstance(properties, _Record) or type(properties).__name__ != "TensorProperties":
-        raise ForeignError(f"holds a {_kind(properties)} where TensorProperties belong")
-    state = _typed(getattr(properties, "state", None), tuple)
-    if len(state) != 5 or state[1] != "torch.strided":
+    state = _typed(_built(fields.get("properties"), "TensorProperties").state, tuple)
+    if len(state) != 5 or _built(state[1], "_get_layout").arguments != ("torch.strided",):
         raise ForeignError("describes a tensor that is not dense")
+    dtype = _typed(state[0], Name).name
+    if dtype not in DTYPES:
+        raise ForeignError("describes a tensor of no known dtype")
+    chunks = _typed(fields.get("chunks"), list)
+    if len(chunks) > max_chunks:
+        raise ForeignError("describes more parts of tensors than it says the place of")
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=_typed(state[0], torch.dtype), layout=torch.strided),
+        properties=TensorProperties(dtype=DTYPES[dtype], layout=torch.strided),
         size=_size(fields.get("size")),
-        chunks=[_chunk(chunk) for chunk in _typed(fields.get("chunks"), list)],
+        chunks=[_chunk(chunk) for chunk in chunks],
     )
 
 
@@ -150,12 +119,12 @@ def _storage_info(value: object, manifest: Manifest) -> _StorageInfo:
     fields = _fields(value, "_StorageInfo")
     name = _typed(fields.get("relative_path"), str)
     if name not in manifest.files:
-        raise ForeignError(f"points at {name[:120]!r}, which is not a file of the checkpoint")
+        raise ForeignError(f"points at {name!a:.120}, which is not a file of the checkpoint")
     if fields.get("transform_descriptors"):
         raise ForeignError("asks for a transformation of its files, which surefoot never writes")
     offset, length = _count(fields.get("offset")), _count(fields.get("length"))
     if offset + length > manifest.files[name].bytes:
-        raise ForeignError(f"points beyond the end of {name!r}")
+        raise ForeignError(f"points beyond the end of {name!a:.120}")
     return _StorageInfo(name, offset, length)
 
 
@@ -169,24 +138,53 @@ def _check_against(metadata: Metadata, manifest: Manifest) -> None:
     if found != dict(manifest.tensors):
         raise ForeignError("describes other tensors than the manifest")
     for name, tensor in described.items():
-        num_elements = 0
         for chunk in tensor.chunks:
-            if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.size) or any(
-                offset + size > whole
-                for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
-            ):
-                raise ForeignError(f"describes a part of {name!r} that lies outside it")
             info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             # DCP never saves less than the elements themselves, so no file can claim more memory than it is long.
             if info is None or info.length < math.prod(chunk.sizes) * tensor.properties.dtype.itemsize:
-                raise ForeignError(f"does not say where a part of {name!r} lies")
-            num_elements += math.prod(chunk.sizes)
-        if num_elements != math.prod(tensor.size):
-            raise ForeignError(f"describes parts of {name!r} that do not make up the whole")
+                raise ForeignError(f"does not say where a part of {name!a:.120} lies")
+        if not _make_up(tensor.chunks, tensor.size):
+            raise ForeignError(f"describes parts of {name!a:.120} that do not make up the whole")
+
+
+def _make_up(chunks: list[ChunkStorageMetadata], whole: torch.Size) -> bool:
+    """Whether parts tile the whole as a grid, which is how every layout over a mesh of ranks cuts a tensor."""
+    if any(not len(chunk.offsets) == len(chunk.sizes) == len(whole) for chunk in chunks):
+        return False
+    if 0 in whole:
+        return all(
+            offset + size <= end
+            for chunk in chunks
+            for offset, size, end in zip(chunk.offsets, chunk.sizes, whole, strict=True)
+        )
+    parts = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    cuts = [sorted({part.offsets[dim] for part in parts}) for dim in range(len(whole))]
+    ends = [dict(pairwise([*starts, end])) for starts, end in zip(cuts, whole, strict=True)]
+    return (
+        len(parts) == len({part.offsets for part in parts}) == math.prod(len(starts) for starts in cuts)
+        and all(starts[:1] == [0] for starts in cuts)
+        and all(
+            offset + size == ends[dim][offset]
+            for part in parts
+            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True))
+        )
+    )
+
+
+def _check_disjoint(storage: Iterable[_StorageInfo]) -> None:
+    """No byte of a file stands for two parts, else a small file could fill any memory."""
+    regions = sorted((info.relative_path, info.offset, info.length) for info in storage)
+    for (file, offset, length), (next_file, next_offset, _) in pairwise(regions):
+        if file == next_file and next_offset < offset + length:
+            raise ForeignError(f"takes two tensors from the same bytes of {file!a:.120}")
 
 
 def _size(value: object) -> torch.Size:
-    return torch.Size([_count(item) for item in _typed(value, tuple)])
+    arguments = _built(value, "Size").arguments
+    sizes = _typed(arguments[0] if len(arguments) == 1 else None, tuple)
+    if len(sizes) > _MAX_DIMS or math.prod(max(_count(size), 1) for size in sizes) >= 1 << 62:
+        raise ForeignError("describes a tensor larger than any")
+    return torch.Size(sizes)
 
 
 def _count(value: object) -> int:

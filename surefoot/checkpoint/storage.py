@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from surefoot.checkpoint.archive import read_tensor
+from surefoot.checkpoint.inert import ForeignError
 from surefoot.checkpoint.manifest import DAMAGED, FileRecord, open_regular, reason
 from surefoot.checkpoint.metadata import tensor_metadata
 from surefoot.config import CheckpointError
@@ -35,7 +35,14 @@ def call_dcp(action: Callable[[], object]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             action()
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+        failure: BaseException = next(iter(error.failures.values()))[0]
+        # An interrupt leaves torch's writer half-way, which then complains of something else.
+        context: BaseException | None = failure
+        while context is not None:
+            if not isinstance(context, Exception):
+                raise context from None
+            context = context.__context__
+        raise failure from None
 
 
 class HashedFile(io.BufferedWriter):
@@ -127,6 +134,11 @@ class Reader(FileSystemReader):
         super().__init__(directory)
         self._metadata = metadata
         self._directory = directory
+        self._parts = {
+            MetadataIndex(name, chunk.offsets): (tensor.properties.dtype, chunk.sizes)
+            for name, tensor in tensor_metadata(metadata).items()
+            for chunk in tensor.chunks
+        }
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """The checked metadata; the file is not opened again."""
@@ -155,28 +167,14 @@ class Reader(FileSystemReader):
 
     def _fill(self, file: Path, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
         name = item.storage_index.fqn
-        source = _read_tensor(data)
-        described = tensor_metadata(self._metadata)[name]
-        sizes = next(c.sizes for c in described.chunks if c.offsets == item.storage_index.offset)
-        if source is None or source.dtype != described.properties.dtype or source.shape != sizes:
-            raise CheckpointError(
-                f"{file}: holds something other than the tensor {name!r:.120}; the checkpoint {DAMAGED}"
-            )
+        try:
+            source = read_tensor(data)
+        except ForeignError as error:
+            raise CheckpointError(f"{file}: the part for {name!a:.120} {error}; the checkpoint {DAMAGED}") from None
+        if (source.dtype, source.shape) != self._parts[item.storage_index]:
+            raise CheckpointError(f"{file}: holds another tensor than {name!a:.120}; the checkpoint {DAMAGED}")
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             source = source.narrow(dim, start, length)
         target = planner.resolve_tensor(item).detach()
         target.copy_(source)
         planner.commit_tensor(item, target)
-
-
-def _read_tensor(data: bytes) -> Tensor | None:
-    """The dense CPU tensor in `data`; None where it is anything else, none of which is run."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # a broken or hostile file raises almost anything, over many lines
-        return None
-    if type(value) is not Tensor or value.layout != torch.strided or value.device.type != "cpu":
-        return None
-    return value.detach()
