@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from surefoot.checkpoint.archive import DTYPES
 from surefoot.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -27,6 +28,7 @@ from surefoot.checkpoint.manifest import (
     TensorRecord,
     candidates,
     check_lengths,
+    named_step,
     read_manifest,
     reason,
     step_name,
@@ -41,20 +43,23 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     """Write `folder/step-XXXXXXXX` and return it; `state` is what JSON can hold, `tensors` go by flat logical names.
 
     A checkpoint of the same step is replaced; until the new one is whole, the old one stays. `CheckpointError` where the
-    folder cannot be written or is out of space: then nothing of this step remains and earlier checkpoints are untouched.
+    folder cannot be written or is out of space: then no half of it remains and earlier checkpoints are untouched.
     Clears away what processes that died in the middle of a save have left.
     """
     final = folder / step_name(step)
     staging = folder / f".staging-{step_name(step)}-{os.getpid()}"
     try:
         state_text = json.dumps(dict(state), indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{final}: the state cannot be written as JSON ({error}); pass numbers and text"
         ) from None
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise CheckpointError(f"{final}: {name} is not a dense tensor with memory; only such can be saved")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.is_meta or dtype not in DTYPES:
+            raise CheckpointError(
+                f"{final}: {name} ({dtype}) is not a dense tensor of numbers with memory; only such can be saved"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear_stale(folder)
@@ -98,7 +103,7 @@ def retain(folder: Path, keep_last: int, keep_every: int | None) -> list[Path]:
 def _write(staging: Path, step: int, tensors: Mapping[str, Tensor], state_text: str) -> None:
     file_system = HashingFileSystem()
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    flat = {name: tensor.detach() for name, tensor in tensors.items()}
+    flat = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
     try:
         call_dcp(
             lambda: state_dict_saver.save(
@@ -180,10 +185,11 @@ def _looks_whole(path: Path) -> bool:
     if path.is_symlink():
         return False
     try:
-        check_lengths(path, read_manifest(path))
+        manifest = read_manifest(path)
+        check_lengths(path, manifest)
     except CheckpointError:
         return False
-    return True
+    return manifest.step == named_step(path)  # under another name it is none that `latest` would open
 
 
 def _sync_directory(path: Path) -> None:
