@@ -35,6 +35,7 @@ _NAMES = {
     (_DCP, "TensorProperties"),
     (_DCP, "MetadataIndex"),
     (_DCP, "_MEM_FORMAT_ENCODING"),
+    ("builtins", "getattr"),  # how some versions of Python pickle a member of an enumeration; it is not called
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
