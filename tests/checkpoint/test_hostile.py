@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import enum
 import faulthandler
 import functools
 import io
@@ -18,7 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from surefoot.checkpoint.archive import read_tensor
 from surefoot.checkpoint.inert import ForeignError
@@ -161,12 +168,12 @@ def test_tensor_files_that_call_something(name: str, path: Path, marker: Path, e
 def replaced(archive: bytes, member: str, content: bytes | None, compression: int = zipfile.ZIP_STORED) -> bytes:
     """A tensor's archive with one member replaced (or left out), written by Python."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w", compression) as new:
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w") as new:
         for info in old.infolist():
             if info.filename.partition("/")[2] != member:
                 new.writestr(info.filename, old.read(info))
             elif content is not None:
-                new.writestr(info.filename, content)
+                new.writestr(info.filename, content, compression)
     return out.getvalue()
 
 
@@ -315,6 +322,10 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "one part": (set_chunks(([0, 0], [2, 5])), "do not make up the whole"),
     "a part beyond the end": (set_chunks(([0, 0], [4, 5])), "does not say where|do not make up"),
     "parts that overlap and leave a gap": (set_chunks(([0, 0], [2, 5]), ([1, 0], [1, 5])), "do not make up the whole"),
+    "a grid with a hole": (
+        set_chunks(([0, 0], [1, 3]), ([0, 3], [1, 2]), ([1, 0], [2, 3])),
+        "do not make up the whole",
+    ),
     "two parts of one place": (set_chunks(([0, 0], [1, 5]), ([0, 0], [2, 5])), "more parts of tensors than"),
     "parts in a wheel": (
         set_chunks(([0, 0], [1, 4]), ([0, 4], [2, 1]), ([2, 1], [1, 4]), ([1, 0], [2, 1]), ([1, 1], [1, 3])),
@@ -369,6 +380,15 @@ def test_parts_that_make_up_the_whole_are_read(tmp_path: Path) -> None:
     assert same(read_tensors(open_checkpoint(path))["model/matrix"], matrix)
 
 
+def test_both_ways_in_which_python_pickles_enumerations(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By value, or by name through getattr, which is read and not called."""
+    for way in (lambda self, _protocol: (type(self), (self.value,)), enum.pickle_by_enum_name):
+        monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", way)
+        change_metadata(path, lambda _metadata: None)
+        assert (b"getattr" in (path / METADATA).read_bytes()) == (way is enum.pickle_by_enum_name)
+        assert read_tensors(open_checkpoint(path)).keys() == small().keys()
+
+
 @pytest.mark.parametrize("shape", [[1 << 50], [1 << 40, 1 << 40], [0, 1 << 61, 1 << 61], [1] * 65])
 def test_shapes_larger_than_any_memory(shape: list[int], path: Path) -> None:
     change_metadata(path, set_tensor(size=torch.Size(shape), chunks=[chunk([0] * len(shape), shape)]))
@@ -399,6 +419,7 @@ WRONG_RECORDS = {
     "a whole module": archive_of(torch.nn.Linear(1, 1)),
     "torch's older format": legacy(torch.tensor(7)),
     "compressed": replaced(STEP, "data/0", b"\0" * 1_000_000, zipfile.ZIP_DEFLATED),
+    "compressed to less": replaced(STEP, "data/0", b"\0" * 8, zipfile.ZIP_DEFLATED) + b"\0" * 100,
     "no elements": replaced(STEP, "data/0", None),
     "too few elements": replaced(STEP, "data/0", b"\0" * 4),
     "no pickle": replaced(STEP, "data.pkl", None),
