@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import shutil
 import signal
 import tempfile
 import time
@@ -84,6 +85,7 @@ class Pool:
         for process in self._processes:
             process.join(10)
         self._processes, self._jobs, self._results = [], [], None
+        shutil.rmtree(self._place, ignore_errors=True)
 
     def _stacks(self, ranks: Sequence[int]) -> str:
         """Where the first two of `ranks` are."""

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward network (Shazeer, 2020). Legend: N rows, F hidden width."""
+"""The gate of a SwiGLU feed-forward network (Shazeer, 2020). Legend: F hidden width."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from surefoot.dist.collectives import sum_
 from surefoot.optim.base import Param, Role
 from surefoot.optim.groups import split_by_role
 
-NUM_ENTRIES = 16_384
+NUM_ENTRIES = 4_096
 
 
 class UpdateMeter:

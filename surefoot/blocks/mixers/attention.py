@@ -94,11 +94,13 @@ class Attention(Mixer):
         heads = linear(x_BLD, self.wq, self.wk, self.wv).view(batch, length, -1, self.head_size)
         # The weights say how many heads there are: under tensor parallelism they hold this rank's.
         num_heads, num_kv_heads = (weight.shape[0] // self.head_size for weight in (self.wq, self.wk))
-        q_BLHK, k_BLGK, v_BLGK = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
-        if self.norm_q is not None and self.norm_k is not None:
-            q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
         tables = self._tables(docs, x_BLD)
-        q_BLHK, k_BLGK = rotate(q_BLHK, tables), rotate(k_BLGK, tables)
+        if self.norm_q is None or self.norm_k is None:
+            qk_BLHK, v_BLGK = heads.split((num_heads + num_kv_heads, num_kv_heads), 2)
+            q_BLHK, k_BLGK = rotate(qk_BLHK, tables).split((num_heads, num_kv_heads), 2)
+        else:
+            q_BLHK, k_BLGK, v_BLGK = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
+            q_BLHK, k_BLGK = rotate(self.norm_q(q_BLHK), tables), rotate(self.norm_k(k_BLGK), tables)
         k_BSGK, v_BSGK = (k_BLGK, v_BLGK) if state is None else state.extend(k_BLGK, v_BLGK)
         y_BLHK = self.attend(q_BLHK, k_BSGK, v_BSGK, docs)
         return linear(y_BLHK.reshape(batch, length, -1), self.wo)
