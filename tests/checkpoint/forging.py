@@ -58,13 +58,18 @@ def reseal(path: Path, tensors: Mapping[str, TensorRecord] | None = None, step: 
         if file.name != MANIFEST
     }
     manifest = Manifest(old.step if step is None else step, files, old.tensors if tensors is None else tensors)
-    (path / MANIFEST).write_text(manifest.text())
+    _write_anew(path / MANIFEST, manifest.text().encode())
 
 
 def put(path: Path, name: str, data: bytes) -> None:
     """Replace one file and seal."""
-    (path / name).write_bytes(data)
+    _write_anew(path / name, data)
     reseal(path)
+
+
+def _write_anew(file: Path, data: bytes) -> None:
+    file.unlink()  # file systems sync a file that is cut and written again, and the tests write many
+    file.write_bytes(data)
 
 
 def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:

@@ -79,6 +79,22 @@ def test_an_existing_file_stays_on_failure(
     assert {path.name for path in tmp_path.iterdir()} == {"run", "model.safetensors"}
 
 
+def test_an_existing_file_stays_until_the_new_one_takes_its_name(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("something older")
+
+    def refuse(_self: Path, _target: Path) -> Path:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(Operation not permitted\)"):
+        export_safetensors(checkpoint, file)
+    assert file.read_text() == "something older"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "model.safetensors"}
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
