@@ -19,7 +19,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, inverse, weight_D)
         y = (wide.mul_(inverse) if wide is not x else wide * inverse).to(x.dtype)
         return y.mul_(weight_D.to(x.dtype))
@@ -29,11 +30,11 @@ class _RMSNorm(torch.autograd.Function):
         (grad,) = grads
         x, inverse, weight_D = ctx.saved_tensors
         unit = x.float() * inverse
-        grad_unit = grad.float()
-        grad_weight = (grad_unit * unit).flatten(0, -2).sum(0)
-        grad_unit = grad_unit * weight_D.float()
-        along = (grad_unit * unit).mean(-1, keepdim=True)
-        grad_x = grad_unit.addcmul_(unit, along, value=-1).mul_(inverse)
+        wide_grad, wide_weight_D = grad.float(), weight_D.float()
+        product = wide_grad * unit
+        grad_weight = product.flatten(0, -2).sum(0)
+        along = (product @ wide_weight_D).div_(x.shape[-1])[..., None]
+        grad_x = (wide_grad * wide_weight_D).addcmul_(unit, along, value=-1).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight.to(weight_D.dtype), None
 
 

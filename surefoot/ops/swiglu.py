@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward network (Shazeer, 2020). Legend: F hidden width."""
+"""The gate of a SwiGLU feed-forward network (Shazeer, 2020)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,27 @@ from surefoot.ops.autograd import apply
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps the input; the activated gate is made again in backward. The gradient is written where it belongs."""
+    """Keeps gate and up; the activated gate is made again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        grad = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad.chunk(2, -1)
-        torch.mul(F.silu(gate), grads[0], out=grad_up)
-        torch.ops.aten.silu_backward(grads[0] * up, gate, grad_input=grad_gate)
-        return grad
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = grads[0] * up
+        torch.ops.aten.silu_backward(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, F.silu(gate).mul_(grads[0])
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of gate and up side by side: (..., 2F) to (..., F)."""
-    y: Tensor = apply(_SwiGLU, gate_up)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, elementwise."""
+    y: Tensor = apply(_SwiGLU, gate, up)
     return y
 
 
-def swiglu_plain(gate_up: Tensor) -> Tensor:
+def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
     """The reference of `swiglu`, by autograd."""
-    gate, up = gate_up.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up

@@ -30,37 +30,44 @@ class UpdateMeter:
             role: [param for param in members if param.place is None or param.place.counts]
             for role, members in split_by_role(params).items()
         }
-        self._before: dict[Role, list[Tensor]] = {}
+        # Each sampled entry stands for this many of its weight's.
+        self._shares = {role: self._share_of_entries(members) for role, members in self._roles.items()}
+        self._before: dict[Role, Tensor] = {}
 
     @torch.no_grad()
     def before(self) -> None:
         """Remember the entries as they are."""
-        for role, members in self._roles.items():
-            entries = [_sample(param.tensor, self._num_entries) for param in members]
-            if role not in self._before:
-                self._before[role] = [torch.empty_like(entry) for entry in entries]
-            if entries:
-                torch._foreach_copy_(self._before[role], entries)
+        self._before = {role: self._entries(members) for role, members in self._roles.items()}
 
     @torch.no_grad()
     def after(self) -> dict[str, float]:
         """The ratio by role since `before`, over the weights as they are now; 0 for a role whose weights are all 0."""
         if not self._before:
             raise RuntimeError("UpdateMeter.after needs a call of before")
-        sums: list[float] = []
+        sums = []
         for role, members in self._roles.items():
-            entries, moved = [_sample(param.tensor, self._num_entries) for param in members], self._before[role]
-            if entries:
-                torch._foreach_sub_(moved, entries)
-            counts = [param.tensor.numel() for param in members]
-            sums += [_sum_of_squares(moved, counts), _sum_of_squares(entries, counts)]
-        if self._group is not None:
-            sums = sum_(torch.tensor(sums, dtype=torch.float64), self._group).tolist()
-        pairs = zip(sums[::2], sums[1::2], strict=True)
+            entries, shares = self._entries(members), self._shares[role]
+            moved = entries - self._before[role]
+            sums += [torch.dot(moved.square_(), shares), torch.dot(entries.square_(), shares)]
+        totals = torch.stack([total.to(torch.float64) for total in sums])
+        found = sum_(totals, self._group).tolist()
+        pairs = zip(found[::2], found[1::2], strict=True)
         return {
             role: math.sqrt(moved / size) if size else 0.0
             for role, (moved, size) in zip(self._roles, pairs, strict=True)
         }
+
+    def _entries(self, members: Sequence[Param]) -> Tensor:
+        samples = [_sample(param.tensor, self._num_entries) for param in members]
+        return torch.cat(samples) if samples else torch.zeros(0)
+
+    def _share_of_entries(self, members: Sequence[Param]) -> Tensor:
+        samples = [_sample(param.tensor, self._num_entries) for param in members]
+        shares = [
+            sample.new_full((len(sample),), param.tensor.numel() / max(1, len(sample)))
+            for sample, param in zip(samples, members, strict=True)
+        ]
+        return torch.cat(shares) if shares else torch.zeros(0)
 
 
 def _sample(tensor: Tensor, num_entries: int) -> Tensor:
@@ -71,14 +78,3 @@ def _sample(tensor: Tensor, num_entries: int) -> Tensor:
     while stride > 1 and tensor.dim() > 1 and math.gcd(stride, tensor.shape[-1]) > 1:
         stride += 1
     return flat[::stride]
-
-
-def _sum_of_squares(samples: Sequence[Tensor], counts: Sequence[int]) -> float:
-    """Of the full weights of which these are samples."""
-    if not samples:
-        return 0.0
-    norms = torch.stack(torch._foreach_norm(list(samples))).tolist()
-    return sum(
-        norm**2 * count / len(sample) if count else 0.0
-        for norm, count, sample in zip(norms, counts, samples, strict=True)
-    )

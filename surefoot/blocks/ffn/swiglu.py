@@ -34,7 +34,7 @@ class SwiGLU(FeedForward):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
-        return linear(swiglu(linear(x_BLD, self.w_gate, self.w_up)), self.w_down)
+        return linear(swiglu(linear(x_BLD, self.w_gate), linear(x_BLD, self.w_up)), self.w_down)
 
     def flops(self) -> float:
         """Forward FLOPs a token."""
