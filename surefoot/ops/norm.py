@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.ops.autograd import apply
+from surefoot.ops.native import calls
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -18,6 +19,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        if (found := calls.rms_norm_forward(x, weight_D, eps)) is not None:
+            ctx.save_for_backward(x, found[1], weight_D)
+            return found[0]
         wide = x.float()
         size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -29,6 +33,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         x, inverse, weight_D = ctx.saved_tensors
+        if (found := calls.rms_norm_backward(x, weight_D, inverse, grad)) is not None:
+            return *found, None
         unit = x.float() * inverse
         wide_grad, wide_weight_D = grad.float(), weight_D.float()
         product = wide_grad * unit

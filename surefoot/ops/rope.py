@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.ops.autograd import apply
+from surefoot.ops.native import calls
 
 
 class _Rotate(torch.autograd.Function):
@@ -28,6 +29,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x_BLHK: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    if (found := calls.rotate(x_BLHK, cos, sin, direction)) is not None:
+        return found
     wide = x_BLHK.to(cos.dtype)
     left, right = wide.chunk(2, -1)
     turned = torch.empty(wide.shape, dtype=cos.dtype, device=wide.device)

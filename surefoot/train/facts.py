@@ -23,6 +23,7 @@ from surefoot.dist.startup import describe_device
 from surefoot.models.count import count_parameters, flops_per_token
 from surefoot.models.decoder import Decoder
 from surefoot.ops.matmul import mm, widens_bf16
+from surefoot.ops.native.build import status
 from surefoot.optim.base import Optimizer
 from surefoot.train.run import Run
 
@@ -74,7 +75,9 @@ def gather(
         "surefoot": surefoot.__version__,
         "git": _git_revision(),
         "versions": {"python": platform.python_version(), **_versions("torch", "numpy", "tokenizers", "pydantic")},
-        "device": describe_device(device) | {"peak_flops": peak[0], "peak_source": peak[1]},
+        "device": describe_device(device)
+        | ({"kernels": status()} if device.type == "cpu" else {})
+        | {"peak_flops": peak[0], "peak_source": peak[1]},
         "configuration": fingerprint(run),
         "data": dataset.facts(),
         "parameters": count_parameters(model),

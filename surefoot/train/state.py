@@ -128,7 +128,10 @@ def compare_configurations(saved: Config, wanted: Config, accepted: tuple[str, .
 def compare_machines(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs in software and device since the run began: bits may then differ."""
     lines = []
-    for section, keys in (("versions", ("torch", "numpy")), ("device", ("name", "threads", "capability", "amx"))):
+    for section, keys in (
+        ("versions", ("torch", "numpy")),
+        ("device", ("name", "threads", "capability", "amx", "kernels")),
+    ):
         for key in keys:
             old, new = saved.get(section, {}).get(key), now.get(section, {}).get(key)
             if old != new:

@@ -23,6 +23,7 @@ from surefoot.models.count import flops_per_token
 from surefoot.models.initialise import initialise, materialise
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
+from surefoot.ops.native.build import library, status
 from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
 from surefoot.train.evaluate import bits_per_byte, evaluate
@@ -115,6 +116,8 @@ class Trainer:
             f"{counts['total']:,} parameters, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs), "
             f"{self.flops_per_token * plan['tokens']:.2e} FLOPs, {self.run.precision.compute} on {self.device}"
         )
+        if self.device.type == "cpu" and self.dtype is torch.bfloat16 and library() is None:
+            self._say(f"elementwise passes are {status()}, which is slower")
         for group in self.optimizer.groups():
             self._say(f"  {group}")
         self._say(f"first batch: {self._first_words()!r}")

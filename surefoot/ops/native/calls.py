@@ -1,0 +1,96 @@
+"""The compiled passes as functions of tensors. Each returns None where it does not apply: the caller then uses PyTorch's.
+
+They apply to bf16 tensors on a CPU. Legend: B batch, L length, H heads, K head size, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.ops.native.build import library
+
+
+def _applies(*tensors: Tensor) -> bool:
+    """Whether all are real bf16 tensors on the CPU: a tracer's stand-ins have no memory to point at."""
+    return not torch.compiler.is_compiling() and all(
+        tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and type(tensor) in {Tensor, nn.Parameter}
+        for tensor in tensors
+    )
+
+
+def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+    """(y, 1 / root mean square of each row as fp32 (..., 1))."""
+    if not _applies(x) or weight_D.dtype is not torch.float32 or (kernels := library()) is None:
+        return None
+    x, weight_D = x.contiguous(), weight_D.contiguous()
+    y, inverse = torch.empty_like(x), torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+    kernels.rms_norm_forward(
+        inverse.numel(), x.shape[-1], x.data_ptr(), weight_D.data_ptr(), eps, y.data_ptr(), inverse.data_ptr()
+    )
+    return y, inverse
+
+
+def rms_norm_backward(x: Tensor, weight_D: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(gradient of x, gradient of the weight in fp32)."""
+    if not _applies(x, grad) or weight_D.dtype is not torch.float32 or (kernels := library()) is None:
+        return None
+    x, grad, weight_D = x.contiguous(), grad.contiguous(), weight_D.contiguous()
+    num_rows, width, num_parts = inverse.numel(), x.shape[-1], torch.get_num_threads()
+    grad_x, partial = torch.empty_like(x), torch.empty((num_parts, width), dtype=torch.float32)
+    kernels.rms_norm_backward(
+        num_rows,
+        width,
+        num_parts,
+        *(tensor.data_ptr() for tensor in (x, weight_D, inverse, grad, grad_x, partial)),
+    )
+    return grad_x, partial.sum(0)
+
+
+def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor | None:
+    """silu(gate) · up."""
+    if not _applies(gate, up) or gate.shape != up.shape or (kernels := library()) is None:
+        return None
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    kernels.swiglu_forward(gate.numel(), gate.data_ptr(), up.data_ptr(), y.data_ptr())
+    return y
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(gradient of gate, gradient of up)."""
+    if not _applies(gate, up, grad) or gate.shape != up.shape or (kernels := library()) is None:
+        return None
+    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    kernels.swiglu_backward(gate.numel(), *(t.data_ptr() for t in (gate, up, grad, grad_gate, grad_up)))
+    return grad_gate, grad_up
+
+
+def rotate(x_BLHK: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor | None:
+    """Each head turned by its position's angle; tables (L, 1, K/2) or (B, L, 1, K/2), fp32."""
+    if not _applies(x_BLHK) or cos.dtype is not torch.float32 or (kernels := library()) is None:
+        return None
+    batch, length, num_heads, size = x_BLHK.shape
+    if x_BLHK.stride(3) != 1 or x_BLHK.stride(2) != size:
+        x_BLHK = x_BLHK.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    table_batch = length * size // 2 if cos.dim() == 4 and cos.shape[0] == batch and batch > 1 else 0
+    if cos.numel() != (batch if table_batch else 1) * length * size // 2:
+        return None
+    y_BLHK = torch.empty((batch, length, num_heads, size), dtype=torch.bfloat16)
+    kernels.rotate(
+        batch,
+        length,
+        num_heads,
+        size,
+        x_BLHK.data_ptr(),
+        x_BLHK.stride(0),
+        x_BLHK.stride(1),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        table_batch,
+        float(direction),
+        y_BLHK.data_ptr(),
+    )
+    return y_BLHK
