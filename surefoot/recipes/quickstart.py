@@ -20,7 +20,7 @@ def quickstart() -> Run:
         ),
         optim=MuonConfig(lr=0.02, vocabulary_lr=0.06, vector_lr=0.06, weight_decay=0.1),
         schedule=LinearToZero(warmup=0.02),
-        train=TrainConfig(num_steps=800, batch=16),
+        train=TrainConfig(num_steps=1000, batch=16),
         observe=ObserveConfig(evaluate_every=200, prompts=("import ", "def main(", "class ")),
         checkpoint=CheckpointConfig(every=200),
     )

@@ -11,7 +11,7 @@ from surefoot.models.count import build_meta, count_parameters, flops_per_token
 from surefoot.recipes.find import shipped
 from surefoot.train.facts import peak_flops
 
-EFFICIENCY = 0.4
+EFFICIENCY = 0.25
 """Share of the matmul ceiling that a small model's whole step reaches here; the table says so."""
 
 
