@@ -15,7 +15,7 @@ _WEB = HuggingFaceConfig(dataset="HuggingFaceFW/fineweb-edu", subset="sample-10B
 
 
 def gpt_30m() -> Run:
-    """Python's own source, 10 epochs: a day on two cores, minutes on a GPU"""
+    """Python's own source, 10 epochs: hours on two cores"""
     return Run(
         name="gpt-30m",
         model=decoder("30m", vocab_size=8192),
