@@ -34,9 +34,11 @@ def global_norm(params: Sequence[Param], group: ProcessGroup | None) -> Tensor:
     norm = gradient_norm([gradient for gradient in counted if gradient is not None])
     if group is None:
         return norm
-    # Squares are summed in fp64: a rank whose part is small must not vanish beside the others.
-    total = norm.to(torch.float64).square().reshape(1)
-    return sum_(total, group).sqrt()[0].to(norm.dtype)
+    # Squares are summed in fp64: a rank whose part is small must not vanish beside the others. The dtype of the result
+    # follows the parameters, not what this rank happened to count, or ranks would round differently.
+    is_double = any(param.tensor.dtype is torch.float64 for param in params)
+    total = norm.to(params[0].tensor.device, torch.float64).square().reshape(1)
+    return sum_(total, group).sqrt()[0].to(torch.float64 if is_double else torch.float32)
 
 
 @torch.no_grad()
