@@ -69,9 +69,13 @@ def train(
         typer.Option("--accept", metavar="PATH", help="With --resume: accept a change here that makes it another run."),
     ] = None,
     allow: Allow = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Train as this many processes on this machine; see plan.* for the layout."),
+    ] = None,
 ) -> None:
     """Train a recipe, or continue a run."""
-    raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or []))
+    raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks))
 
 
 @app.command()

@@ -15,11 +15,15 @@ PREFETCH = 2
 class Loader:
     """Iterates over the batches of `samples_per_step` samples from `first_sample` on, without end.
 
-    An exception of the dataset is raised by the `next` that would have returned its batch.
+    With `own`, only those of each step's samples are read: a rank's share. An exception of the dataset is raised by the
+    `next` that would have returned its batch.
     """
 
-    def __init__(self, dataset: Dataset, samples_per_step: int, first_sample: int = 0) -> None:
+    def __init__(
+        self, dataset: Dataset, samples_per_step: int, first_sample: int = 0, own: slice | None = None
+    ) -> None:
         self._dataset, self._samples_per_step, self._sample = dataset, samples_per_step, first_sample
+        self._own = own or slice(0, samples_per_step)
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(PREFETCH)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(first_sample,), name="surefoot-loader", daemon=True)
@@ -58,7 +62,9 @@ class Loader:
     def _work(self, sample: int) -> None:
         while not self._stopped.is_set():
             try:
-                item: Batch | Exception = self._dataset.batch(sample, self._samples_per_step)
+                item: Batch | Exception = self._dataset.batch(
+                    sample + self._own.start, self._own.stop - self._own.start
+                )
             except Exception as error:  # handed to the consumer, whatever it is
                 item = error
             while not self._stopped.is_set():

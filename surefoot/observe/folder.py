@@ -29,7 +29,8 @@ class RunFolder(Hook):
     def create(cls, path: Path, run: Config) -> RunFolder:
         """A new folder holding `run.json`; `RunError` where something already lies there or cannot be written."""
         try:
-            path.mkdir(parents=True, exist_ok=False)
+            # A launcher may have put the logs of its ranks there already.
+            path.mkdir(parents=True, exist_ok=path.is_dir() and {entry.name for entry in path.iterdir()} == {"logs"})
             write_text(path / "run.json", to_json(run))
         except FileExistsError:
             raise RunError(

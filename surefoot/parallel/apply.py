@@ -50,6 +50,15 @@ class Laid:
         self.data_parallel.reduce()
         return nll, z
 
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype) -> float:
+        """The sum of nll over this rank's own tokens."""
+        nll = 0.0
+        for micro_batch in micro_batches:
+            tokens_BL, targets_BL, docs = context.cut(self.mesh, *micro_batch)
+            nll += self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)[1].nll.item()
+        return nll
+
 
 def check(plan: Plan, config: DecoderConfig, sequence_length: int) -> None:
     """`ConfigError` where the plan cannot carry the model; needs no process group."""

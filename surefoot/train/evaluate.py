@@ -7,35 +7,43 @@ import math
 import time
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from surefoot.data.dataset import Batch
-from surefoot.models.decoder import Decoder
+from surefoot.data.packing import IGNORED
 from surefoot.observe.schema import EvaluationReport
+from surefoot.parallel.apply import Laid
+from surefoot.train.agree import Ranks
 from surefoot.train.step import micro_batches
 
 
-@torch.no_grad()
 def evaluate(
-    model: Decoder,
+    laid: Laid,
+    ranks: Ranks,
     batches: Iterable[Batch],
     *,
     step: int,
     max_batches: int | None,
+    batch: int,
     micro_batch: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> EvaluationReport:
-    """Loss and bits per byte over `batches`, at most `max_batches` of them; sums are divided once, at the end."""
+    """Loss and bits per byte over `batches` of up to `batch` samples, at most `max_batches` of them.
+
+    Each rank reads its share of every batch; sums are divided once, at the end.
+    """
     started = time.perf_counter()
     nll, num_tokens, num_bytes = 0.0, 0, 0.0
     iterator = iter(batches)
-    for batch in itertools.islice(iterator, max_batches):
-        for tokens_BL, targets_BL, docs in micro_batches(batch, micro_batch, device):
-            nll += model.loss(tokens_BL, targets_BL, docs, dtype=dtype)[1].nll.item()
-        num_tokens += batch.num_tokens
-        num_bytes += batch.num_bytes
+    for found in itertools.islice(iterator, max_batches):
+        share = _share(found, ranks.own(batch), is_alone=ranks.group is None)
+        nll += laid.evaluate(micro_batches(share, micro_batch, device), dtype)
+        num_tokens += found.num_tokens
+        num_bytes += found.num_bytes
     is_whole = max_batches is None or next(iterator, None) is None
+    (nll,) = ranks.sums(nll)
     return EvaluationReport(
         step=step,
         split="heldout",
@@ -45,6 +53,20 @@ def evaluate(
         bytes=num_bytes,
         seconds=time.perf_counter() - started,
         is_whole=is_whole,
+    )
+
+
+def _share(batch: Batch, own: slice, *, is_alone: bool) -> Batch:
+    """One rank's samples. Every rank runs as many passes, so a short batch is filled up with samples that count nothing."""
+    missing = own.stop - len(batch.tokens_BL)
+    tokens_BL, targets_BL, documents_BL = batch.tokens_BL, batch.targets_BL, batch.documents_BL
+    if missing > 0 and not is_alone:
+        rows = [0] * missing
+        tokens_BL = np.concatenate([tokens_BL, tokens_BL[rows]])
+        documents_BL = np.concatenate([documents_BL, documents_BL[rows]])
+        targets_BL = np.concatenate([targets_BL, np.full_like(targets_BL[rows], IGNORED)])
+    return Batch(
+        tokens_BL[own], targets_BL[own], documents_BL[own], batch.sources_B[own], batch.num_tokens, batch.num_bytes
     )
 
 

@@ -20,8 +20,7 @@ import surefoot
 from surefoot.config import fingerprint
 from surefoot.data.dataset import Dataset
 from surefoot.dist.startup import describe_device
-from surefoot.models.count import count_parameters, flops_per_token
-from surefoot.models.decoder import Decoder
+from surefoot.models.count import build_meta, count_parameters, flops_per_token
 from surefoot.ops.matmul import mm, widens_bf16
 from surefoot.ops.native.build import status
 from surefoot.optim.base import Optimizer
@@ -64,13 +63,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
 
 def gather(
     run: Run,
-    model: Decoder,
     dataset: Dataset,
     optimizer: Optimizer,
     device: torch.device,
     peak: tuple[float | None, str],
 ) -> dict[str, Any]:
     """The facts of a run, JSON-ready."""
+    model = build_meta(run.model)
     return {
         "surefoot": surefoot.__version__,
         "git": _git_revision(),
@@ -87,6 +86,7 @@ def gather(
             "steps": run.train.num_steps,
             "tokens": run.tokens,
             "samples": run.train.num_steps * run.train.batch,
+            "layout": run.plan.describe(),
             "epochs": run.train.num_steps * run.train.batch / dataset.num_samples_per_epoch,
         },
         "optimizer": [vars(group) for group in optimizer.groups()],

@@ -12,6 +12,7 @@ from surefoot.data.dataset import DataConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.optim.base import OptimizerConfig
 from surefoot.optim.schedule import Schedule
+from surefoot.parallel.plan import Plan
 from surefoot.precision.policy import PrecisionConfig
 
 
@@ -57,9 +58,32 @@ class Run(Config):
     optim: OptimizerConfig
     schedule: Schedule
     train: TrainConfig
+    plan: Plan = Plan()
     precision: PrecisionConfig = PrecisionConfig()
     observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _ranks_share_the_batch(self) -> Self:
+        ranks, batch, micro = self.plan.num_data_ranks, self.train.batch, self.train.micro_batch
+        if batch % ranks:
+            nearest = max(ranks, round(batch / ranks) * ranks)
+            raise FieldError(
+                "train.batch", batch, f"must divide over plan.replicate x plan.shard = {ranks}; try {nearest}"
+            )
+        if micro is not None and (batch // ranks) % micro:
+            raise FieldError("train.micro_batch", micro, f"must divide a rank's share of the batch, {batch // ranks}")
+        return self
+
+    @property
+    def rank_batch(self) -> int:
+        """Samples a rank sees in a step."""
+        return self.train.batch // self.plan.num_data_ranks
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of a forward pass on one rank."""
+        return self.train.micro_batch or self.rank_batch
 
     @property
     def tokens(self) -> int:
@@ -81,4 +105,4 @@ def effect_of_change(path: str) -> Effect:
     """What changing the leaf at `path` does to a resumed run: nothing, other rounding, or another run."""
     if path.startswith(_NO_EFFECT):
         return "none"
-    return "rounding" if path in _ROUNDING else "run"
+    return "rounding" if path in _ROUNDING or path.startswith("plan.") else "run"

@@ -6,16 +6,17 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from surefoot.checkpoint.load import Checkpoint, read_tensors
 from surefoot.config import CheckpointError, Config, RunError, flatten
-from surefoot.data.dataset import Batch
+from surefoot.dist.layout import Place
 from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import materialise, named_weights
 from surefoot.optim.base import Optimizer, Param
+from surefoot.parallel.apply import Laid
+from surefoot.train.agree import Ranks, StepFacts
 from surefoot.train.run import Run, effect_of_change
 
 
@@ -31,28 +32,44 @@ class Progress:
     seconds: float = 0.0
     token_hash: str = ""
 
-    def count(self, batch: Batch, flops_per_token: float, *, clipped: bool, seconds: float) -> None:
-        """Add one step."""
+    def count(
+        self, facts: StepFacts, num_samples: int, length: int, flops_per_token: float, *, clipped: bool, seconds: float
+    ) -> None:
+        """Add one step of `num_samples` sequences of `length`."""
         self.step += 1
-        self.samples += len(batch.tokens_BL)
-        self.tokens += batch.num_tokens
-        self.flops += batch.tokens_BL.size * flops_per_token
+        self.samples += num_samples
+        self.tokens += facts.num_tokens
+        self.flops += num_samples * length * flops_per_token
         self.clipped_steps += clipped
         self.seconds += seconds
-        ids = np.ascontiguousarray(batch.tokens_BL)
-        self.token_hash = hashlib.sha256(self.token_hash.encode() + ids.tobytes()).hexdigest()
+        self.token_hash = hashlib.sha256((self.token_hash + facts.digest).encode()).hexdigest()
 
 
 def named_params(model: Decoder) -> list[Param]:
-    """Every logical weight with its name and axes."""
+    """Every logical weight of a whole model with its name and axes."""
     return [Param(full_name, getattr(block, name), block.axes[name]) for full_name, block, name in named_weights(model)]
 
 
-def tensors_of(params: list[Param], optimizer: Optimizer) -> dict[str, Tensor]:
-    """All tensors of a checkpoint: `model/<weight>`, `optim/<weight>/<moment>` and the generators' states."""
-    tensors = {f"model/{param.name}": param.tensor.detach() for param in params}
-    for name, moments in optimizer.state().items():
-        tensors |= {f"optim/{name}/{moment}": tensor for moment, tensor in moments.items()}
+def laid_params(laid: Laid) -> list[Param]:
+    """Every logical weight of a laid-out model, with this rank's part of it."""
+    return [
+        Param(
+            local.name,
+            local.part,
+            local.axes,
+            None if laid.mesh.grid.num_ranks == 1 else Place(local.layout, laid.mesh),
+        )
+        for local in laid.data_parallel.locals
+    ]
+
+
+def tensors_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole: `model/<weight>`, `optim/<weight>/<moment>` and the generators' states."""
+    tensors = {f"model/{param.name}": ranks.whole(param.tensor, param) for param in params}
+    state = optimizer.state()
+    for param in params:
+        for moment, tensor in state[param.name].items():
+            tensors[f"optim/{param.name}/{moment}"] = ranks.whole(tensor, param)
     tensors["random/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random/cuda"] = torch.cuda.get_rng_state()
@@ -60,19 +77,17 @@ def tensors_of(params: list[Param], optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def load_weights(checkpoint: Checkpoint, params: list[Param]) -> None:
-    """Put a checkpoint's weights in place; `CheckpointError` where they are not this model's."""
+    """Put a checkpoint's weights, or this rank's parts of them, in place; `CheckpointError` where they are not this model's."""
     weights = read_tensors(checkpoint, "model/")
-    wanted = {param.name: param.tensor for param in params}
+    wanted = {param.name: param for param in params}
     if weights.keys() != wanted.keys():
         odd = sorted(weights.keys() ^ wanted.keys())[0]
         raise CheckpointError(f"{checkpoint.path}: weight {odd} is in {'it' if odd in weights else 'the model'} only")
     with torch.no_grad():
-        for name, tensor in wanted.items():
-            if tensor.shape != weights[name].shape:
-                raise CheckpointError(
-                    f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
-                )
-            tensor.copy_(weights[name])
+        for name, param in wanted.items():
+            if param.shape != tuple(weights[name].shape):
+                raise CheckpointError(f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {param.shape}")
+            param.tensor.copy_(part_of(weights[name], param))
 
 
 def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decoder:
@@ -91,6 +106,9 @@ def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -
     for full_name, tensor in read_tensors(checkpoint, "optim/").items():
         name, _, moment = full_name.rpartition("/")
         moments.setdefault(name, {})[moment] = tensor
+    for param in params:
+        if param.name in moments:
+            moments[param.name] = {key: part_of(tensor, param) for key, tensor in moments[param.name].items()}
     optimizer.restore(moments)
     random = read_tensors(checkpoint, "random/")
     torch.set_rng_state(random["cpu"])
@@ -100,6 +118,13 @@ def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -
     if not isinstance(progress, dict) or progress.keys() != vars(Progress()).keys():
         raise CheckpointError(f"{checkpoint.path}: state.json holds no progress; it was not written by surefoot train")
     return Progress(**progress)
+
+
+def part_of(full: Tensor, param: Param) -> Tensor:
+    """This rank's part of a whole tensor that lies as `param` does; others (a count of steps) as they are."""
+    if param.place is None or tuple(full.shape) != param.place.shape:
+        return full
+    return full[param.place.box.slices]
 
 
 def compare_configurations(saved: Config, wanted: Config, accepted: tuple[str, ...]) -> list[str]:

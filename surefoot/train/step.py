@@ -6,22 +6,21 @@ Legend: B batch, L length.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from surefoot.data.dataset import Batch
-from surefoot.models.decoder import Decoder
-from surefoot.ops.documents import Documents
-from surefoot.optim.base import Optimizer
-from surefoot.optim.clip import clip_, gradient_norm
+from surefoot.optim.base import Optimizer, Param, gradients_of
+from surefoot.optim.clip import clip_, global_norm
+from surefoot.parallel.apply import Laid, MicroBatch
+from surefoot.train.agree import Ranks
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums and norms of one step. `nll` and `z` are summed over the step's valid tokens."""
+    """Sums and norms of one step over all ranks. `nll` and `z` are summed over the step's valid tokens."""
 
     nll: float
     z: float
@@ -35,55 +34,41 @@ class StepResult:
         return math.isfinite(self.nll) and math.isfinite(self.gradient_norm)
 
 
-def micro_batches(batch: Batch, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Documents]]:
-    """Tokens (B, L), targets (B, L) and documents of `size` rows at a time, on the device."""
-    for start in range(0, len(batch.tokens_BL), size):
-        rows = slice(start, start + size)
-        tokens_BL, targets_BL, ids_BL = (
-            torch.from_numpy(array[rows]).to(device, non_blocking=True)
-            for array in (batch.tokens_BL, batch.targets_BL, batch.documents_BL)
-        )
-        yield tokens_BL, targets_BL, Documents(ids_BL, tokens_BL.shape[1])
-
-
-def accumulate(
-    model: Decoder, batch: Batch, micro_batch: int, device: torch.device, dtype: torch.dtype
-) -> tuple[float, float]:
-    """Add the gradient of (sum over valid tokens) / (valid tokens of the whole batch) and return the nll and z sums.
-
-    The divisor is the step's own token count, so the gradient is the same however the batch is cut.
-    """
-    nll, z = 0.0, 0.0
-    divisor = max(1, batch.num_tokens)
-    for tokens_BL, targets_BL, docs in micro_batches(batch, micro_batch, device):
-        objective, sums = model.loss(tokens_BL, targets_BL, docs, dtype=dtype)
-        torch.autograd.backward(objective / divisor)
-        nll += sums.nll.item()
-        z += sums.z.item()
-    return nll, z
+def micro_batches(batch: Batch, size: int, device: torch.device) -> list[MicroBatch]:
+    """Tokens, targets and document numbers (B, L) of `size` rows at a time, on the device."""
+    arrays = (batch.tokens_BL, batch.targets_BL, batch.documents_BL)
+    tokens_BL, targets_BL, ids_BL = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
+    starts = range(0, len(tokens_BL), size)
+    return [(tokens_BL[start:][:size], targets_BL[start:][:size], ids_BL[start:][:size]) for start in starts]
 
 
 def take_step(
-    model: Decoder,
-    weights: Sequence[Tensor],
+    laid: Laid,
+    ranks: Ranks,
+    params: Sequence[Param],
     optimizer: Optimizer,
     batch: Batch,
     *,
+    num_tokens: int,
     scale: float,
     micro_batch: int,
     max_gradient_norm: float | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> StepResult:
-    """Train on one batch with learning rates times `scale`. A loss or norm that is not finite changes no weight."""
+    """Train on this rank's part of a batch of `num_tokens` valid tokens, with learning rates times `scale`.
+
+    The divisor is the step's own token count, so the gradient is the same however the batch is cut. A loss or norm that
+    is not finite changes no weight, on any rank.
+    """
     optimizer.zero_grad()
-    nll, z = accumulate(model, batch, micro_batch, device, dtype)
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    norm = gradient_norm(gradients)
+    nll, z = ranks.sums(*laid.accumulate(micro_batches(batch, micro_batch, device), max(1, num_tokens), dtype))
+    norm = global_norm(params, ranks.group)
     result_norm, coefficient = float(norm), 1.0
     if math.isfinite(result_norm) and max_gradient_norm is not None:
-        coefficient = clip_(gradients, norm, max_gradient_norm)
-    result = StepResult(nll, z, batch.num_tokens, result_norm, coefficient)
+        coefficient = clip_(gradients_of(params), norm, max_gradient_norm)
+    result = StepResult(nll, z, num_tokens, result_norm, coefficient)
     if result.is_finite:
         optimizer.step(scale)
+        laid.data_parallel.after_step()
     return result

@@ -16,20 +16,22 @@ import torch
 from surefoot.checkpoint.load import latest
 from surefoot.checkpoint.save import retain, save
 from surefoot.config import ConfigError, RunError, fingerprint
-from surefoot.data.dataset import Batch, Dataset
+from surefoot.data.dataset import Dataset
 from surefoot.data.loader import Loader
+from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
-from surefoot.models.count import flops_per_token
-from surefoot.models.initialise import initialise, materialise
+from surefoot.models.count import build_meta, flops_per_token
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
 from surefoot.ops.native.build import library, status
 from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
+from surefoot.parallel.apply import check, lay_out
+from surefoot.train.agree import Ranks, StepFacts
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
 from surefoot.train.run import Run
-from surefoot.train.state import Progress, compare_machines, named_params, restore, tensors_of
+from surefoot.train.state import Progress, compare_machines, laid_params, restore, tensors_of
 from surefoot.train.step import StepResult, take_step
 
 Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
@@ -37,30 +39,39 @@ Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
 
 
 class Trainer:
-    """Trains one run in this process. `fit` returns whether the run reached its end."""
+    """Trains one run, as one of its ranks. `fit` returns whether the run reached its end.
+
+    With a plan of several ranks, torch's process group is there already; only rank 0 writes to the folder.
+    """
 
     def __init__(
-        self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None
+        self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None, rank: int = 0
     ) -> None:
-        self.run, self.folder = run, folder
-        self.hooks = [folder, *hooks]
+        self.run, self.folder, self.rank = run, folder, rank
+        self.hooks = [folder, *hooks] if rank == 0 else []
         self.complete = complete
         self.dtype = run.precision.compute_dtype
         self.stop_signal: int | None = None
+        self.agreed_to_stop = False
 
     def fit(self) -> bool:
         """Train from the newest complete checkpoint, or from the start, to the last step or a signal to stop."""
         try:
             self._set_up()
-            with self._signals(), Loader(self.dataset, self.run.train.batch, self.progress.samples) as loader:
+            with self._signals(), self._loader() as loader:
                 self._announce_start()
-                while self.progress.step < self.run.train.num_steps and self.stop_signal is None:
+                while self.progress.step < self.run.train.num_steps and not self._stops:
                     self._step(loader)
                     self._after_step()
             return self._finish()
         finally:
             for hook in self.hooks:
                 hook.close()
+
+    @property
+    def _stops(self) -> bool:
+        """One process stops when it is told to; several when they have agreed on the step."""
+        return self.agreed_to_stop or (self.ranks.group is None and self.stop_signal is not None)
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
@@ -73,24 +84,25 @@ class Trainer:
         set_threads(run.train.threads)
         if self.device.type == "cpu":
             tune_allocator()
-        self.dataset: Dataset = run.data.build(announce=self._say)
+        check(run.plan, run.model, run.data.sequence_length)
+        mesh = Mesh(run.plan.grid, self.rank)
+        self.ranks = Ranks(mesh, self.device)
+        with self.ranks.first_alone():
+            self.dataset: Dataset = run.data.build(announce=self._say)
         if self.dataset.vocab_size > run.model.vocab_size:
             raise ConfigError(
                 "model.vocab_size",
                 run.model.vocab_size,
                 f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more",
             )
-        with torch.device("meta"):
-            self.model = run.model.build().to(run.precision.weight_dtype)
-        materialise(self.model, self.device)
-        initialise(self.model, run.train.seed)
-        self.params = named_params(self.model)
-        self.weights = [param.tensor for param in self.params]
+        dtype = run.precision.weight_dtype
+        self.laid = lay_out(run.plan, run.model, mesh, dtype=dtype, device=self.device, seed=run.train.seed)
+        self.params = laid_params(self.laid)
         self.optimizer = run.optim.build(self.params)
-        self.update_meter = UpdateMeter(self.params)
-        self.flops_per_token = flops_per_token(self.model, run.data.sequence_length)["causal"]
+        self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
+        self.flops_per_token = flops_per_token(build_meta(run.model), run.data.sequence_length)["causal"]
         self.peak = peak_flops(self.device, self.dtype)
-        self.facts = gather(run, self.model, self.dataset, self.optimizer, self.device, self.peak)
+        self.facts = gather(run, self.dataset, self.optimizer, self.device, self.peak)
         self.progress = self._resume()
 
     def _resume(self) -> Progress:
@@ -102,12 +114,18 @@ class Trainer:
             progress = Progress()
         else:
             progress = restore(checkpoint, self.params, self.optimizer)
+            self.laid.data_parallel.after_step()
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
             for line in compare_machines(saved_facts, self.facts):
                 self._say(line)
-        self.folder.rewind(progress.step)
-        self.folder.write_json("facts.json", self.facts)
+        if self.ranks.is_first:
+            self.folder.rewind(progress.step)
+            self.folder.write_json("facts.json", self.facts)
         return progress
+
+    def _loader(self) -> Loader:
+        batch = self.run.train.batch
+        return Loader(self.dataset, batch, self.progress.samples, self.ranks.own(batch))
 
     def _announce_start(self) -> None:
         start = RunStart(self.run.name, str(self.folder.path), self.run.train.num_steps, self.progress.step, self.facts)
@@ -116,6 +134,8 @@ class Trainer:
             f"{counts['total']:,} parameters, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs), "
             f"{self.flops_per_token * plan['tokens']:.2e} FLOPs, {self.run.precision.compute} on {self.device}"
         )
+        if self.run.plan.num_ranks > 1:
+            self._say(f"layout: {self.run.plan.describe()} ({self.run.plan.num_ranks} ranks)")
         if self.device.type == "cpu" and self.dtype is torch.bfloat16 and library() is None:
             self._say(f"elementwise passes are {status()}, which is slower")
         for group in self.optimizer.groups():
@@ -136,30 +156,43 @@ class Trainer:
         batch = next(loader)
         data_seconds = time.perf_counter() - started
         factor = run.schedule(progress_of(self.progress.step, run.train.num_steps))
+        facts = self.ranks.facts(batch, is_stopping=self.stop_signal is not None)
         self.update_meter.before()
         result = take_step(
-            self.model,
-            self.weights,
+            self.laid,
+            self.ranks,
+            self.params,
             self.optimizer,
             batch,
+            num_tokens=facts.num_tokens,
             scale=factor,
-            micro_batch=run.train.micro_batch or run.train.batch,
+            micro_batch=run.micro_batch,
             max_gradient_norm=run.train.max_gradient_norm,
             device=self.device,
             dtype=self.dtype,
         )
         if not result.is_finite:
-            raise self._not_finite(batch, result)
+            raise self._not_finite(result)
         ratios = self.update_meter.after()
         seconds = time.perf_counter() - started
-        self.progress.count(batch, self.flops_per_token, clipped=result.clip_coefficient < 1, seconds=seconds)
-        report = self._report(batch, result, factor, ratios, seconds, data_seconds)
+        self.progress.count(
+            facts,
+            run.train.batch,
+            run.data.sequence_length,
+            self.flops_per_token,
+            clipped=result.clip_coefficient < 1,
+            seconds=seconds,
+        )
+        if facts.is_stopping:
+            self.agreed_to_stop = True
+            self.stop_signal = self.stop_signal or signal.SIGTERM  # some rank was told to: all stop after the same step
+        report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
 
     def _report(
         self,
-        batch: Batch,
+        facts: StepFacts,
         result: StepResult,
         factor: float,
         ratios: dict[str, float],
@@ -167,12 +200,12 @@ class Trainer:
         data_seconds: float,
     ) -> StepReport:
         progress, num_tokens = self.progress, max(1, result.num_tokens)
-        rate = batch.tokens_BL.size / seconds
-        achieved = rate * self.flops_per_token
+        rate = self.run.train.batch * self.run.data.sequence_length / seconds
+        achieved = rate * self.flops_per_token / self.run.plan.num_ranks
         return StepReport(
             step=progress.step,
             loss=result.nll / num_tokens,
-            bits_per_byte=bits_per_byte(result.nll, batch.num_bytes),
+            bits_per_byte=bits_per_byte(result.nll, facts.num_bytes),
             z_loss=self.run.model.z_loss * result.z / num_tokens,
             learning_rate=factor * self.run.optim.lr,
             gradient_norm=result.gradient_norm,
@@ -207,13 +240,16 @@ class Trainer:
     # -- what happens between steps ------------------------------------------------------------------------------------
 
     def _evaluate(self, max_batches: int | None) -> float | None:
-        size = self.run.train.micro_batch or self.run.train.batch
+        run = self.run
+        size = run.micro_batch * run.plan.num_data_ranks
         report = evaluate(
-            self.model,
+            self.laid,
+            self.ranks,
             self.dataset.heldout(size),
             step=self.progress.step,
             max_batches=max_batches,
-            micro_batch=size,
+            batch=size,
+            micro_batch=run.micro_batch,
             device=self.device,
             dtype=self.dtype,
         )
@@ -225,17 +261,23 @@ class Trainer:
         observe = self.run.observe
         if self.complete is None or not observe.prompts:
             return
+        if self.run.plan.num_ranks > 1:
+            self._say(f"no samples: they need a model in one piece; surefoot generate {self.folder.path} makes them")
+            return
         tokenizer, completions = self.dataset.tokenizer, []
         for prompt in observe.prompts:
             ids = [tokenizer.document, *tokenizer.encode_batch([prompt])[0].tolist()]
-            new = self.complete(self.model, ids, observe.sample_tokens, self.dtype)
+            new = self.complete(self.laid.model, ids, observe.sample_tokens, self.dtype)
             completions.append({"prompt": prompt, "text": tokenizer.decode(np.array(new))})
         for hook in self.hooks:
             hook.on_samples(SampleReport(self.progress.step, completions))
 
     def _save(self) -> None:
         state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
-        save(self.folder.checkpoints, self.progress.step, tensors_of(self.params, self.optimizer), state)
+        tensors = tensors_of(self.params, self.optimizer, self.ranks)
+        if not self.ranks.is_first:
+            return
+        save(self.folder.checkpoints, self.progress.step, tensors, state)
         retain(self.folder.checkpoints, self.run.checkpoint.keep_last, self.run.checkpoint.keep_every)
 
     def _finish(self) -> bool:
@@ -248,30 +290,34 @@ class Trainer:
             return False
         heldout = self._evaluate(None if self.run.observe.evaluate_whole else self.run.observe.evaluate_batches)
         self._sample()
+        weights = {param.name: self.ranks.whole(param.tensor, param) for param in self.params}
+        if not self.ranks.is_first:
+            return True
         self.folder.write_json("data.json", self.dataset.audit(self.progress.samples))
         self.facts["result"] = {
             "heldout_bits_per_byte": heldout,
             "seconds": self.progress.seconds,
             "tokens": self.progress.tokens,
             "token_hash": self.progress.token_hash,
-            "weights_sha256": weights_hash({param.name: param.tensor for param in self.params}),
+            "weights_sha256": weights_hash(weights),
         }
         self.folder.write_json("facts.json", self.facts)
         return True
 
-    def _not_finite(self, batch: Batch, result: StepResult) -> RunError:
+    def _not_finite(self, result: StepResult) -> RunError:
         """Keep what is needed to look into a loss that is not a number, and say where."""
         step = self.progress.step + 1
         place = self.folder.path / "evidence" / f"step-{step:08d}"
+        norms = self.ranks.norms(self.params)
+        self._save()
+        if not self.ranks.is_first:
+            return RunError(f"step {step}: a loss or gradient norm is not finite; rank 0 says more")
+        batch = self.dataset.batch(self.progress.samples, self.run.train.batch)
         place.mkdir(parents=True, exist_ok=True)
         np.savez(place / "batch.npz", tokens=batch.tokens_BL, targets=batch.targets_BL, documents=batch.documents_BL)
         numbers = range(self.progress.samples, self.progress.samples + len(batch.tokens_BL))
         documents = [name for number in numbers for name, _, _ in self.dataset.locate(number).documents]
         documents = list(dict.fromkeys(documents))
-        norms = {
-            param.name: float(torch.linalg.vector_norm(param.tensor.grad)) if param.tensor.grad is not None else None
-            for param in self.params
-        }
         evidence = {
             "step": step,
             "loss": str(result.nll / max(1, result.num_tokens)),
@@ -281,7 +327,6 @@ class Trainer:
             "documents": documents,
         }
         (place / "evidence.json").write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
-        self._save()
         what = "loss" if not math.isfinite(result.nll) else "gradient norm"
         value = result.nll if what == "loss" else result.gradient_norm
         shown = ", ".join(documents[:3]) + (", …" if len(documents) > 3 else "")

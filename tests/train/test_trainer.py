@@ -18,13 +18,15 @@ import torch
 
 from surefoot.checkpoint.load import latest
 from surefoot.config import ConfigError, RunError
-from surefoot.models.initialise import initialise
+from surefoot.dist.mesh import Mesh
 from surefoot.observe.folder import RunFolder, read_lines
 from surefoot.observe.schema import Hook, StepReport
+from surefoot.parallel.apply import Laid, lay_out
+from surefoot.train.agree import Ranks
 from surefoot.train.evaluate import evaluate
 from surefoot.train.run import Run, effect_of_change
-from surefoot.train.state import compare_configurations, compare_machines, named_params
-from surefoot.train.step import accumulate
+from surefoot.train.state import compare_configurations, compare_machines
+from surefoot.train.step import micro_batches
 from surefoot.train.trainer import Trainer
 
 Tiny = Callable[..., Run]
@@ -61,10 +63,14 @@ class StopAfter(Hook):
             os.kill(os.getpid(), self.number)
 
 
-def model_and_batch(run: Run, count: int) -> tuple[Any, Any]:
-    model = run.model.build()
-    initialise(model, 1)
-    return model.double(), run.data.build().batch(0, count)
+def laid_and_batch(run: Run, count: int) -> tuple[Laid, Any]:
+    laid = lay_out(run.plan, run.model, Mesh(run.plan.grid), dtype=torch.float64, device=torch.device("cpu"), seed=1)
+    return laid, run.data.build().batch(0, count)
+
+
+def accumulate(laid: Laid, batch: Any, size: int) -> float:
+    cpu = torch.device("cpu")
+    return laid.accumulate(micro_batches(batch, size, cpu), batch.num_tokens, torch.float64)[0]
 
 
 def test_accumulation_changes_nothing(tiny: Tiny) -> None:
@@ -72,9 +78,9 @@ def test_accumulation_changes_nothing(tiny: Tiny) -> None:
     run = tiny("precision.compute=fp64")
     found = []
     for size in (8, 4, 1):
-        model, batch = model_and_batch(run, 8)
-        nll, _ = accumulate(model, batch, size, torch.device("cpu"), torch.float64)
-        found.append((nll, [param.tensor.grad.clone() for param in named_params(model)]))
+        laid, batch = laid_and_batch(run, 8)
+        nll = accumulate(laid, batch, size)
+        found.append((nll, [local.part.grad.clone() for local in laid.data_parallel.locals]))
     valid_a_row = (batch.targets_BL >= 0).sum(1)
     assert len(set(valid_a_row.tolist())) > 1, "the batch is not ragged"
     for nll, gradients in found[1:]:
@@ -84,8 +90,9 @@ def test_accumulation_changes_nothing(tiny: Tiny) -> None:
 
 
 def test_the_gradient_is_of_the_mean_over_valid_tokens(tiny: Tiny) -> None:
-    model, batch = model_and_batch(tiny("precision.compute=fp64", "model.z_loss=0"), 4)
-    accumulate(model, batch, 1, torch.device("cpu"), torch.float64)
+    laid, batch = laid_and_batch(tiny("precision.compute=fp64", "model.z_loss=0"), 4)
+    accumulate(laid, batch, 1)
+    model = laid.model
     gradient = model.head.weight.grad.clone()
     model.zero_grad()
     from surefoot.ops.documents import Documents
@@ -203,16 +210,21 @@ def test_a_loss_that_is_no_number_stops_the_run_with_evidence(tiny: Tiny, tmp_pa
 
 def test_evaluation_is_exact_whatever_the_batch(tiny: Tiny) -> None:
     run = tiny("precision.compute=fp64")
-    model, _ = model_and_batch(run, 1)
-    dataset, found = run.data.build(), []
-    for size in (1, 3, 100):
-        settings = {"step": 0, "micro_batch": size, "device": torch.device("cpu"), "dtype": torch.float64}
-        found.append(evaluate(model, dataset.heldout(size), max_batches=None, **settings))
+    laid, _ = laid_and_batch(run, 1)
+    cpu = torch.device("cpu")
+
+    def reported(size: int, max_batches: int | None) -> Any:
+        batches = dataset.heldout(size)
+        settings = {"step": 0, "batch": size, "micro_batch": size, "device": cpu, "dtype": torch.float64}
+        return evaluate(laid, Ranks(laid.mesh, cpu), batches, max_batches=max_batches, **settings)
+
+    dataset = run.data.build()
+    found = [reported(size, None) for size in (1, 3, 100)]
     for report in found[1:]:
         assert report.loss == pytest.approx(found[0].loss, rel=1e-13)
         assert (report.tokens, report.bytes) == (found[0].tokens, found[0].bytes)
     assert all(report.is_whole for report in found)
-    part = evaluate(model, dataset.heldout(2), max_batches=1, **settings)
+    part = reported(2, 1)
     assert not part.is_whole
     assert part.tokens < found[0].tokens
 

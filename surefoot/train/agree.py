@@ -1,0 +1,98 @@
+"""What ranks must agree on: how many tokens a step has, whether to stop, what the step's sums are.
+
+Each quantity is contributed by exactly the ranks that hold it: a sample by one rank of those that see it, a sum of losses
+by every rank that computed a part of it. One process contributes everything and communicates nothing.
+
+Legend: B samples of a step over all ranks, W 64-bit words of a sample's digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.data.dataset import Batch
+from surefoot.dist.collectives import sum_
+from surefoot.dist.mesh import AXES, DATA, Mesh
+from surefoot.optim.base import Param
+
+
+class StepFacts(NamedTuple):
+    """Of the whole step, equal on all ranks: valid tokens, bytes of text, whether any rank was told to stop, and a hash of
+    all token ids in the order of samples."""
+
+    num_tokens: int
+    num_bytes: float
+    is_stopping: bool
+    digest: str
+
+
+class Ranks:
+    """All ranks of a run, seen from one of them."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        self.group = mesh.group(*AXES)
+        self.is_first = mesh.rank == 0
+        self._brings_samples = all(mesh.coordinates[axis] == 0 for axis in AXES if axis not in DATA)
+        # Tensor-parallel ranks all compute the whole loss of their tokens.
+        self._brings_losses = mesh.coordinates["tensor"] == 0
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Rank 0 goes through the body first, then all others: what it has put into a cache need not be made again."""
+        if not self.is_first:
+            sum_(torch.zeros(1, device=self.device), self.group)
+        yield
+        if self.is_first:
+            sum_(torch.zeros(1, device=self.device), self.group)
+
+    def own(self, batch: int) -> slice:
+        """This rank's samples among a step's."""
+        size = batch // self.mesh.size(*DATA)
+        first = self.mesh.index(*DATA) * size
+        return slice(first, first + size)
+
+    def facts(self, batch: Batch, *, is_stopping: bool) -> StepFacts:
+        """What this rank's part of a batch adds up to over all ranks."""
+        count = len(batch.tokens_BL)
+        words_BW = torch.zeros((count * self.mesh.size(*DATA), 4), dtype=torch.int64)
+        totals = torch.zeros(3, dtype=torch.float64)
+        if self._brings_samples:
+            rows = [np.frombuffer(hashlib.sha256(ids.tobytes()).digest(), np.int64) for ids in batch.tokens_BL]
+            words_BW[self.own(len(words_BW))] = torch.from_numpy(np.stack(rows))
+            totals[0], totals[1] = batch.num_tokens, batch.num_bytes
+        totals[2] = float(is_stopping)
+        words_BW, totals = (sum_(tensor.to(self.device), self.group).cpu() for tensor in (words_BW, totals))
+        digest = hashlib.sha256(words_BW.numpy().tobytes()).hexdigest()
+        return StepFacts(int(totals[0]), float(totals[1]), bool(totals[2]), digest)
+
+    def sums(self, *values: float) -> list[float]:
+        """Sums of losses over all tokens of all ranks."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found: list[float] = sum_(own if self._brings_losses else torch.zeros_like(own), self.group).tolist()
+        return found
+
+    def norms(self, params: Sequence[Param]) -> dict[str, float | None]:
+        """The gradient norm of each logical weight; None where there is no gradient."""
+        squares = torch.zeros((len(params), 2), dtype=torch.float64, device=self.device)
+        for row, param in zip(squares, params, strict=True):
+            if param.tensor.grad is not None and (param.place is None or param.place.counts):
+                row[0], row[1] = param.tensor.grad.double().square().sum(), 1.0
+        found = sum_(squares, self.group).tolist()
+        return {param.name: square**0.5 if seen else None for param, (square, seen) in zip(params, found, strict=True)}
+
+    def whole(self, tensor: Tensor, param: Param) -> Tensor:
+        """A tensor of which each rank holds the part that it holds of `param`, on every rank; others come back as they are."""
+        if param.place is None or self.group is None or tensor.shape != param.tensor.shape:
+            return tensor.detach()
+        full = torch.zeros(param.place.shape, dtype=tensor.dtype, device=tensor.device)
+        if param.place.counts:
+            full[param.place.box.slices] = tensor.detach()
+        return sum_(full, self.group)
