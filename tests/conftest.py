@@ -8,6 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.dist.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """One pool of eight ranks for the whole session: starting it takes seconds, a job on it a tenth of one."""
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
