@@ -31,6 +31,7 @@ LAW: dict[str, set[str]] = {
 }
 LEVELS_0_TO_4 = {name for name in LAW if name not in {"infer", "planner", "study", "report"}}
 LAW["train"] = LEVELS_0_TO_4
+LAW["study"] |= LEVELS_0_TO_4
 LAW["recipes"] = LEVELS_0_TO_4 | {"train"}
 LAW["cli"] = set(LAW)
 

@@ -79,6 +79,22 @@ def train(
 
 
 @app.command()
+def verify(
+    recipe: Recipe,
+    plans: Annotated[
+        list[str] | None,
+        typer.Option("--plan", metavar="AXIS=SIZE,…", help="A layout, e.g. shard=2,tensor=2. Repeatable."),
+    ] = None,
+    check_all: Annotated[bool, typer.Option("--all", help="Every layout that the recipe allows.")] = False,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes at most.")] = 8,
+    sets: Sets = None,
+    allow: Allow = None,
+) -> None:
+    """Prove that layouts train the same model as one process, on this machine's CPU."""
+    raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or []))
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes with their size, cost and expected time on this machine."""
     _verb("recipes").run()

@@ -48,6 +48,11 @@ class Plan(Config):
             raise FieldError("reshard", self.reshard, "has an effect only with zero = 3 and shard above 1; drop it")
         if self.reshard is not None and self.shard % self.reshard:
             raise FieldError("reshard", self.reshard, f"must divide shard {self.shard}")
+        if self.reshard is not None and self.num_ranks != self.shard:
+            # FSDP2 makes the groups for it itself, and gives those of different shard groups the same name.
+            raise FieldError(
+                "reshard", self.reshard, "works only where `shard` is all there is; drop it or the other axes"
+            )
         return self
 
     @property

@@ -1,0 +1,36 @@
+"""`surefoot verify`."""
+
+from __future__ import annotations
+
+import time
+
+from surefoot.config import ConfigError, override
+from surefoot.dist.pool import Pool
+from surefoot.recipes.find import find_recipe
+from surefoot.study.verify import QUANTITIES, Verdict, legal_plans, parse_plan, shrunk, verify
+
+
+def run(recipe: str, plans: list[str], check_all: bool, ranks: int, sets: list[str], allow: list[str]) -> int:
+    """Print a line a plan; the exit code is 1 where a layout trains another model."""
+    chosen = shrunk(override(find_recipe(recipe, allow), sets))
+    if check_all == bool(plans):
+        raise ConfigError("--plan", plans[0] if plans else None, "or --all: give one of the two")
+    wanted = legal_plans(chosen, ranks) if check_all else [parse_plan(text) for text in plans]
+    started, pool = time.monotonic(), Pool(max(ranks, *(plan.num_ranks for plan in wanted), 2), timeout=60)
+    width = max(len(plan.describe()) for plan in wanted)
+    print(f"{chosen.name}, shrunk: {len(wanted)} layouts on up to {ranks} ranks against one process, fp64")
+    print("  ".join(["", f"{'largest relative difference of':{width}}", *QUANTITIES]))
+
+    def announce(verdict: Verdict) -> None:
+        cells = [f"{verdict.worst[name]:.0e}".rjust(len(name)) if name in verdict.worst else "" for name in QUANTITIES]
+        print("  ".join(["", f"{verdict.plan.describe():{width}}", *cells, verdict.failure or "same"]), flush=True)
+
+    try:
+        verdicts = verify(chosen, wanted, pool, announce)
+    finally:
+        pool.close()
+    failed = [verdict for verdict in verdicts if verdict.failure]
+    print(
+        f"{len(verdicts) - len(failed)} of {len(verdicts)} layouts train the same model ({time.monotonic() - started:.0f} s)"
+    )
+    return 1 if failed else 0

@@ -1,0 +1,1 @@
+"""Studies: anything that runs a model or a training several times and compares."""

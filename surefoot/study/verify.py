@@ -1,0 +1,273 @@
+"""Proof that a layout trains the same model as one process.
+
+A shrunk version of a run takes two optimizer steps on one ragged batch, in fp64, on one process and under a plan. Compared
+are initial weights, loss, every gradient, the gradient norm and every weight after the steps, each put together from all
+ranks, whose copies must agree. Norm scales are drawn anew first: at 1, where they start, a dropped one would not be seen.
+
+How much may differ is measured, not guessed: one process with its sums in another order (other micro-batches) is the noise,
+and a plan passes within `MARGIN` times it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surefoot.config import ConfigError, override
+from surefoot.dist.layout import Box
+from surefoot.dist.mesh import Mesh, make_all_groups
+from surefoot.dist.pool import Pool
+from surefoot.models.initialise import generator_for
+from surefoot.optim.base import Param, gradients_of
+from surefoot.optim.clip import clip_, global_norm
+from surefoot.parallel.apply import MicroBatch, check, lay_out
+from surefoot.parallel.plan import Plan
+from surefoot.train.agree import Ranks
+from surefoot.train.run import Run
+from surefoot.train.state import laid_params
+
+BATCH, LENGTH, DEPTH, STEPS = 8, 64, 2, 2
+MARGIN = 100.0
+FLOOR = 1e-13
+"""Relative difference that fp64 sums of this size always may have."""
+
+QUANTITIES = ("initial weights", "loss", "gradients", "gradient norm", "updated weights")
+
+
+@dataclass
+class Share:
+    """What one rank holds of a trial: for each quantity its parts by name, as (box, shape of the whole, values)."""
+
+    parts: dict[str, dict[str, tuple[Box, tuple[int, ...], Tensor]]] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def keep(self, quantity: str, name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> None:
+        """Add one part."""
+        self.parts.setdefault(quantity, {})[name] = (box, shape, values.detach().clone())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One plan: the largest relative difference of each quantity, and what went wrong first, if anything."""
+
+    plan: Plan
+    worst: Mapping[str, float]
+    failure: str | None
+
+
+def shrunk(run: Run) -> Run:
+    """The run small enough for a laptop: few layers, a short sequence, eight samples a step, fp64, and one process."""
+    length = min(LENGTH, run.data.sequence_length)
+    small = override(
+        run.model_copy(update={"plan": Plan(), "train": run.train.model_copy(update={"micro_batch": None})}),
+        [
+            f"model.depth={min(DEPTH, run.model.depth)}",
+            f"train.batch={BATCH}",
+            f"data.sequence_length={length}",
+            "precision.compute=fp64",
+        ],
+    )
+    return small
+
+
+def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
+    """Every combination of data, tensor and context parallelism on at most `num_ranks` ranks that the run allows."""
+    data: list[dict[str, Any]] = [
+        {},
+        {"replicate": 2},
+        {"shard": 2, "zero": 1},
+        {"shard": 2, "zero": 2},
+        {"shard": 2, "zero": 3},
+        {"shard": 4, "zero": 1},
+        {"shard": 4, "zero": 3},
+        {"shard": 8, "zero": 3, "reshard": 2},
+        {"replicate": 2, "shard": 2, "zero": 1},
+        {"replicate": 2, "shard": 2, "zero": 3},
+        {"shard": 8, "zero": 3},
+        {"replicate": 2, "shard": 4, "zero": 3},
+    ]
+    contexts: list[dict[str, Any]] = [
+        {},
+        *({"context": size, "context_kind": kind} for size in (2, 4) for kind in ("gather", "ulysses", "ring")),
+    ]
+    tensors: list[dict[str, Any]] = [{"tensor": size} for size in (1, 2, 4)]
+    found = []
+    for parts in itertools.product(data, tensors, contexts):
+        plan = _legal({key: value for part in parts for key, value in part.items()}, run)
+        if plan is not None and 1 < plan.num_ranks <= num_ranks:
+            found.append(plan)
+    return found
+
+
+def parse_plan(text: str) -> Plan:
+    """`shard=2,tensor=2` as a plan; `ConfigError` names what is wrong."""
+    values: dict[str, Any] = {}
+    for item in text.split(","):
+        name, equals, value = item.strip().partition("=")
+        if not equals:
+            raise ConfigError("--plan", text, "is not a list like shard=2,tensor=2")
+        values[name] = int(value) if value.lstrip("-").isdigit() else value
+    return Plan(**values)
+
+
+def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verdict], None]) -> list[Verdict]:
+    """A verdict for each plan of a shrunk run; each is announced as it is reached."""
+    for plan in plans:
+        check(plan, run.model, run.data.sequence_length)
+        if plan.num_ranks > pool.num_ranks:
+            raise ConfigError("plan", plan.describe(), f"needs {plan.num_ranks} ranks; give --ranks {plan.num_ranks}")
+    reference = one_process(run)
+    noise = noise_of(run, reference)
+    verdicts = []
+    for plan in plans:
+        shares = pool.run(trial, run, plan, min(2, BATCH // plan.num_data_ranks))
+        verdict = judge(plan, shares, reference, noise)
+        announce(verdict)
+        verdicts.append(verdict)
+    return verdicts
+
+
+def one_process(run: Run, num_micro: int = 1) -> list[Share]:
+    """The trial of one process, as the only share."""
+    return [share for share in [trial(run, Plan(), num_micro)] if share is not None]
+
+
+def noise_of(run: Run, reference: Sequence[Share]) -> dict[str, float]:
+    """How much each quantity differs when the same sums are taken in another order."""
+    reordered = _differences(one_process(run, BATCH), reference)
+    return {quantity: max(error, FLOOR) for quantity, (error, _) in reordered.items()}
+
+
+def judge(
+    plan: Plan, shares: Sequence[Share | None], reference: Sequence[Share], noise: Mapping[str, float]
+) -> Verdict:
+    """Whether the ranks' shares are those of one process."""
+    try:
+        found = _differences([share for share in shares if share is not None], reference)
+    except _DisagreementError as disagreement:
+        return Verdict(plan, {}, str(disagreement))
+    worst = {quantity: error for quantity, (error, _) in found.items()}
+    for quantity in QUANTITIES:
+        error, name = found[quantity]
+        allowed = 0.0 if quantity == "initial weights" else MARGIN * noise[quantity]
+        if not error <= allowed:
+            return Verdict(plan, worst, f"{quantity}: {name} is off by {error:.1e}, allowed {allowed:.1e}")
+    return Verdict(plan, worst, None)
+
+
+class _DisagreementError(Exception):
+    """Ranks hold different copies of one part, or together not the whole."""
+
+
+def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, tuple[float, str]]:
+    """The largest relative difference of each quantity and whose it is."""
+    found: dict[str, tuple[float, str]] = {}
+    for quantity in QUANTITIES:
+        ours, theirs = _whole(shares, quantity), _whole(reference, quantity)
+        if ours.keys() != theirs.keys():
+            odd = min(ours.keys() ^ theirs.keys())
+            raise _DisagreementError(f"{quantity}: {odd} is on one side only")
+        errors = [
+            (float((ours[name] - value).norm() / value.norm().clamp_min(1e-300)), name)
+            for name, value in theirs.items()
+        ]
+        # NaN compares with nothing, so it is looked for first.
+        found[quantity] = next((item for item in errors if item[0] != item[0]), max(errors))
+    return found
+
+
+def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
+    """Full tensors from all ranks' parts. The first rank's numbers stand for all, which must have the same bits."""
+    if quantity in shares[0].numbers:
+        numbers = {share.numbers[quantity] for share in shares}
+        if len(numbers) > 1:
+            raise _DisagreementError(f"{quantity}: ranks have {sorted(numbers)[:2]}")
+        return {quantity: torch.tensor([shares[0].numbers[quantity]], dtype=torch.float64)}
+    full: dict[str, Tensor] = {}
+    for share in shares:
+        for name, (box, shape, values) in share.parts[quantity].items():
+            whole = full.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+            there = whole[box.slices]
+            if (
+                values.numel()
+                and not bool(there.isnan().all())
+                and not torch.allclose(there, values, rtol=1e-9, atol=1e-12)
+            ):
+                raise _DisagreementError(f"{quantity}: copies of {name} differ between ranks")
+            whole[box.slices] = values
+    for name, whole in full.items():
+        if bool(whole.isnan().any()):
+            raise _DisagreementError(f"{quantity}: no rank holds all of {name}, or it is not a number")
+    return full
+
+
+def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
+    """One rank's part of two steps; None on a rank that the plan does not use."""
+    rank = 0
+    if dist.is_initialized():
+        make_all_groups(plan.grid)
+        rank = dist.get_rank()
+    if rank >= plan.num_ranks:
+        return None
+    mesh, cpu, dtype = Mesh(plan.grid, rank), torch.device("cpu"), torch.float64
+    laid = lay_out(plan, run.model, mesh, dtype=dtype, device=cpu, seed=run.train.seed)
+    ranks, params = Ranks(mesh, cpu), laid_params(laid)
+    boxes = {local.name: local.layout.box(mesh.grid, mesh.coordinates) for local in laid.data_parallel.locals}
+    share = Share()
+    for param in params:
+        share.keep("initial weights", param.name, boxes[param.name], param.shape, param.tensor)
+    _redraw_vectors(params, boxes)
+    laid.data_parallel.after_step()
+    optimizer = run.optim.build(params)
+    batch = ragged_batch(run.model.vocab_size, run.data.sequence_length)
+    num_tokens = int((batch[1] >= 0).sum())
+    own = ranks.own(BATCH)
+    micro_batches: list[MicroBatch] = list(zip(*(tensor[own].chunk(num_micro) for tensor in batch), strict=True))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (nll, _) = ranks.sums(*laid.accumulate(micro_batches, num_tokens, dtype))
+        norm = global_norm(params, ranks.group)
+        if step == 0:
+            share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
+            for param in params:
+                gradient = param.tensor.grad if param.tensor.grad is not None else torch.zeros_like(param.tensor)
+                share.keep("gradients", param.name, boxes[param.name], param.shape, gradient)
+        clip_(gradients_of(params), norm, run.train.max_gradient_norm or 1.0)
+        optimizer.step(1.0)
+        laid.data_parallel.after_step()
+    for param in params:
+        share.keep("updated weights", param.name, boxes[param.name], param.shape, param.tensor)
+    return share
+
+
+@torch.no_grad()
+def _redraw_vectors(params: Sequence[Param], boxes: Mapping[str, Box]) -> None:
+    for param in params:
+        if len(param.shape) == 1:
+            drawn = torch.randn(param.shape, generator=generator_for(1, param.name), dtype=torch.float64)
+            param.tensor.copy_((1 + 0.3 * drawn)[boxes[param.name].slices])
+
+
+def ragged_batch(vocab_size: int, length: int) -> MicroBatch:
+    """Tokens, targets and documents: very different lengths, one document a whole row, a third of the targets ignored."""
+    generator = torch.Generator().manual_seed(1)
+    tokens_BL, targets_BL = (torch.randint(vocab_size, (BATCH, length), generator=generator) for _ in range(2))
+    targets_BL[torch.rand(BATCH, length, generator=generator) < 0.3] = -100
+    ids_BL = (torch.rand(BATCH, length, generator=generator) < 0.1).long().cumsum(1)
+    ids_BL[0] = 0
+    return tokens_BL, targets_BL, ids_BL
+
+
+def _legal(values: Mapping[str, Any], run: Run) -> Plan | None:
+    try:
+        plan = Plan(**values)
+        check(plan, run.model, run.data.sequence_length)
+    except ConfigError:
+        return None
+    return plan if BATCH % plan.num_data_ranks == 0 else None

@@ -1,0 +1,188 @@
+"""`verify` passes layouts that are right, and each kind of planted fault is caught by the check that is for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from surefoot.cli.verbs import verify as verb
+from surefoot.config import ConfigError, override
+from surefoot.dist.layout import Layout
+from surefoot.dist.pool import Pool
+from surefoot.parallel import apply as apply_module
+from surefoot.parallel import shard as shard_module
+from surefoot.parallel.apply import Laid
+from surefoot.parallel.plan import Plan
+from surefoot.parallel.shard import DataParallel, Replicated, Zero1
+from surefoot.study import verify as verify_module
+from surefoot.study.verify import Share, judge, legal_plans, noise_of, one_process, parse_plan, shrunk, trial, verify
+from surefoot.train.run import Run
+
+Tiny = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Tiny) -> Run:
+    return shrunk(override(tiny(), ["model.mixer.num_kv_heads=2", "model.mixer.rope_theta=20", "model.z_loss=0.01"]))
+
+
+def test_right_layouts_pass(run: Run, pool: Pool) -> None:
+    said: list[str] = []
+    plans = [Plan(shard=2, tensor=2), Plan(replicate=2, context=2, context_kind="ring"), Plan(shard=4, zero=1)]
+    verdicts = verify(run, plans, pool, lambda verdict: said.append(verdict.plan.describe()))
+    assert [verdict.failure for verdict in verdicts] == [None] * 3
+    assert said == [plan.describe() for plan in plans]
+    assert all(verdict.worst["initial weights"] == 0 for verdict in verdicts)
+
+
+# -- faults, planted inside the ranks ----------------------------------------------------------------------------------
+
+
+def gradient_times_ranks(patch: pytest.MonkeyPatch) -> None:
+    """A weight that tensor parallelism cuts gets its gradient once a rank too often."""
+    real = Replicated.reduce
+
+    def reduce(self: Any) -> None:
+        real(self)
+        for local in self.locals:
+            if local.layout.is_cut_along("tensor"):
+                local.part.grad.mul_(self.mesh.size("tensor"))
+
+    patch.setattr(Replicated, "reduce", reduce)
+
+
+def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Layout, "counts_here", lambda *_: True)
+
+
+def one_tensor_not_reduced(patch: pytest.MonkeyPatch) -> None:
+    real = shard_module.sum_all_
+    patch.setattr(shard_module, "sum_all_", lambda tensors, group: real(tensors[1:], group))
+
+
+def local_token_count(patch: pytest.MonkeyPatch) -> None:
+    real = Laid.accumulate
+
+    def accumulate(self: Laid, micro_batches: Any, num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+        own = sum(int((targets >= 0).sum()) for _, targets, _ in micro_batches)
+        return real(self, micro_batches, own * self.mesh.size("replicate", "shard"), dtype)
+
+    patch.setattr(Laid, "accumulate", accumulate)
+
+
+def qk_norm_without_its_partial_gradient(patch: pytest.MonkeyPatch) -> None:
+    real = DataParallel._sum_over_tensor_ranks
+
+    def sum_over(self: Any) -> None:
+        kept = {local.name: local.part.grad.clone() for local in self.locals if local.axes == ("head",)}
+        real(self)
+        for local in self.locals:
+            if local.name in kept:
+                local.part.grad.copy_(kept[local.name])
+
+    patch.setattr(DataParallel, "_sum_over_tensor_ranks", sum_over)
+
+
+def start_differing_by_rank(patch: pytest.MonkeyPatch) -> None:
+    real = apply_module.generator_for
+    patch.setattr(apply_module, "generator_for", lambda seed, name: real(seed + dist.get_rank(), name))
+
+
+def stale_weights(patch: pytest.MonkeyPatch) -> None:
+    """Weights are not brought up to date after the optimizer moved its parts, once the model is under way."""
+    real, calls = Zero1.after_step, [0]
+
+    def after_step(self: Any) -> None:
+        calls[0] += 1
+        if calls[0] <= 2:
+            real(self)
+
+    patch.setattr(Zero1, "after_step", after_step)
+
+
+def leaking_documents(patch: pytest.MonkeyPatch) -> None:
+    """Only this layout forgets where documents end."""
+    real = apply_module.context.cut
+    patch.setattr(
+        apply_module.context,
+        "cut",
+        lambda mesh, tokens, targets, ids: real(mesh, tokens, targets, torch.zeros_like(ids)),
+    )
+
+
+def planted(fault: Callable[[pytest.MonkeyPatch], None], run: Run, plan: Plan) -> Share | None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        return trial(run, plan, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "said"),
+    [
+        (gradient_times_ranks, Plan(tensor=2), "gradients: "),
+        (norm_counted_twice, Plan(replicate=2), "gradient norm: "),
+        (one_tensor_not_reduced, Plan(replicate=2), "gradients: copies of embedding.weight differ"),
+        (local_token_count, Plan(replicate=2), "gradients: "),
+        (
+            qk_norm_without_its_partial_gradient,
+            Plan(tensor=2),
+            "gradients: copies of layers.0.mixer.norm_q.scale differ",
+        ),
+        (start_differing_by_rank, Plan(replicate=2), "initial weights: copies of"),
+        (start_differing_by_rank, Plan(shard=2), "initial weights: "),
+        (stale_weights, Plan(shard=2, zero=1), "updated weights: "),
+        (leaking_documents, Plan(replicate=2), "loss: "),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or (value.describe() if isinstance(value, Plan) else None),
+)
+def test_each_fault_is_caught(
+    run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], plan: Plan, said: str
+) -> None:
+    reference = one_process(run)
+    verdict = judge(plan, pool.run(planted, fault, run, plan), reference, noise_of(run, reference))
+    assert verdict.failure is not None
+    assert verdict.failure.startswith(said), verdict.failure
+
+
+def test_what_is_allowed_is_measured(run: Run) -> None:
+    noise = noise_of(run, one_process(run))
+    assert noise.keys() == set(verify_module.QUANTITIES)
+    assert all(verify_module.FLOOR <= value < 1e-9 for value in noise.values())
+
+
+def test_all_means_all_that_is_legal(run: Run) -> None:
+    plans = legal_plans(run, 8)
+    assert len(plans) == len(set(plans)) > 40
+    assert max(plan.num_ranks for plan in plans) == 8
+    assert {plan.tensor for plan in plans} == {1, 2}  # two heads: four ranks cannot share them
+    assert {plan.num_ranks for plan in legal_plans(run, 2)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("shard", "is not a list"),
+        ("", "is not a list"),
+        ("shrad=2", "did you mean"),
+        ("shard=0", "shard"),
+        ("shard=x", "shard"),
+    ],
+)
+def test_a_plan_that_is_none(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_plan(text)
+
+
+def test_the_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code = verb.run(
+        "quickstart", ["tensor=2"], False, 2, ["model.width=16", "model.depth=1", "model.vocab_size=64"], []
+    )
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "1 of 1 layouts train the same model" in said
+    with pytest.raises(ConfigError, match="--all"):
+        verb.run("quickstart", [], False, 2, [], [])
