@@ -44,7 +44,6 @@ BESIDE: list[dict[str, Any]] = [
 FURTHER: list[dict[str, Any]] = [
     {"context": 2, "shard": 2, "zero": 3, "tensor": 2},
     {"context": 2, "replicate": 2, "shard": 2, "zero": 1},
-    {"context": 2, "shard": 4, "zero": 3, "reshard": 2},
     {"context": 2, "replicate": 2, "shard": 2, "zero": 3},
 ]
 LAYOUTS = [{"context": size, **beside} for size in (2, 4) for beside in BESIDE] + FURTHER

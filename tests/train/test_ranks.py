@@ -175,6 +175,7 @@ def fit_and_catch(run: Run, path: Path) -> str:
         (["plan.shard=3"], "train.batch: 4: must divide over plan.replicate x plan.shard = 3"),
         (["plan.replicate=4", "train.micro_batch=2"], "train.micro_batch: 2"),
         (["plan.reshard=2"], "plan.reshard: 2: has an effect only with zero = 3"),
+        (["plan.shard=4", "plan.reshard=2", "plan.tensor=2"], "plan.reshard: 2: works only where `shard` is all"),
     ],
 )
 def test_a_batch_that_ranks_cannot_share_is_refused(tiny: Tiny, assignments: list[str], said: str) -> None:
