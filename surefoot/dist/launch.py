@@ -81,7 +81,8 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path, say: Callab
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(0.05)
     ended = all(process.poll() is not None for process in processes)
-    if code not in {2, 128 + signal.SIGINT, 128 + signal.SIGTERM} or rank:
+    # A stop by signal is no failure, and rank 0 has said itself what it refused.
+    if code not in {128 + signal.SIGINT, 128 + signal.SIGTERM} and (code != 2 or rank):
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         say(f"rank {rank} {what}" + ("" if ended else "; the others are ended too") + _last_line(logs, rank))
     return code if code > 0 else 128 - code

@@ -120,6 +120,10 @@ def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verd
     """A verdict for each plan of a shrunk run; each is announced as it is reached."""
     for plan in plans:
         check(plan, run.model, run.data.sequence_length)
+        if BATCH % plan.num_data_ranks:
+            raise ConfigError(
+                "plan", plan.describe(), f"must share {BATCH} samples equally over replicate x shard ranks"
+            )
         if plan.num_ranks > pool.num_ranks:
             raise ConfigError("plan", plan.describe(), f"needs {plan.num_ranks} ranks; give --ranks {plan.num_ranks}")
     reference = one_process(run)

@@ -17,9 +17,10 @@ def run(recipe: str, plans: list[str], check_all: bool, ranks: int, sets: list[s
         raise ConfigError("--plan", plans[0] if plans else None, "or --all: give one of the two")
     wanted = legal_plans(chosen, ranks) if check_all else [parse_plan(text) for text in plans]
     started, pool = time.monotonic(), Pool(max(ranks, *(plan.num_ranks for plan in wanted), 2), timeout=60)
-    width = max(len(plan.describe()) for plan in wanted)
+    title = "largest relative difference of"
+    width = max(len(title), *(len(plan.describe()) for plan in wanted))
     print(f"{chosen.name}, shrunk: {len(wanted)} layouts on up to {ranks} ranks against one process, fp64")
-    print("  ".join(["", f"{'largest relative difference of':{width}}", *QUANTITIES]))
+    print("  ".join(["", f"{title:{width}}", *QUANTITIES]))
 
     def announce(verdict: Verdict) -> None:
         cells = [f"{verdict.worst[name]:.0e}".rjust(len(name)) if name in verdict.worst else "" for name in QUANTITIES]
