@@ -6,10 +6,14 @@ import ctypes
 import functools
 import os
 import platform
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 # Options of mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -22,6 +26,19 @@ def choose_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("no CUDA device is visible to PyTorch here; use auto or cpu")
     return torch.device(name)
+
+
+def join(device: torch.device, timeout: timedelta) -> None:
+    """Join the group of ranks that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    torchrun restarts ranks on the store of their earlier life, which still holds their old addresses: each life uses keys
+    of its own.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = PrefixStore(f"life-{life}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def set_threads(num_threads: int | None) -> int:

@@ -255,3 +255,26 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_later(saved: Path, straight:
         )
         assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", straight)
+
+
+@pytest.mark.long
+def test_torchrun_starts_killed_ranks_again_where_they_were(saved: Path, straight: Path, tmp_path: Path) -> None:
+    """The same command in a second life: it finds the folder and goes on at the newest checkpoint."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--max-restarts", "2", "--no-python"),
+            *command("train", str(saved), "--out", str(tmp_path / "run"), "--set", "train.threads=1"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(children.split()[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-2000:]
+    assert_same_run(tmp_path / "run", straight)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from surefoot.config import ConfigError, RunError, load_json, override, to_json
 from surefoot.dist.launch import environment_rank, run_ranks
-from surefoot.dist.startup import choose_device
+from surefoot.dist.startup import choose_device, join
 from surefoot.infer.engine import generate
 from surefoot.infer.sampling import SamplingConfig
 from surefoot.observe.console import ConsoleHook
@@ -61,8 +61,7 @@ def run(
         for line in changes:
             console.on_message(line)
     if world > 1:
-        device = choose_device(chosen.train.device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        join(choose_device(chosen.train.device), TIMEOUT)
     trainer = Trainer(chosen, folder, [console], complete, rank)
     try:
         finished = trainer.fit()
