@@ -6,12 +6,15 @@ A split cuts what is left of one dimension into equal runs, the last ones shorte
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from surefoot.dist.mesh import AXES, Grid, Mesh
+
+COPIES = tuple(axis for axis in AXES if axis != "pipeline")
+"""Axes along which ranks may hold copies of one tensor."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,11 @@ class Split:
 class Layout:
     """A logical tensor over a grid: cut along the axes of `splits`, in this order, and a copy along every other axis.
 
-    `stages` are the pipeline ranks that hold it (all of them where None).
+    Ranks along the pipeline hold different tensors, not copies: none knows a layout of what it does not hold.
     """
 
     shape: tuple[int, ...]
     splits: tuple[Split, ...] = ()
-    stages: tuple[int, ...] | None = None
 
     def box(self, grid: Grid, coordinates: Mapping[str, int]) -> Box:
         """The part of the rank at `coordinates`."""
@@ -63,29 +65,15 @@ class Layout:
 
     def split(self, dim: int, *axes: str) -> Layout:
         """The layout cut once more."""
-        return Layout(self.shape, (*self.splits, Split(dim, axes)), self.stages)
+        return Layout(self.shape, (*self.splits, Split(dim, axes)))
 
     def is_cut_along(self, axis: str) -> bool:
         """Whether ranks along `axis` hold different parts."""
         return any(axis in split.axes for split in self.splits)
 
-    def is_here(self, coordinates: Mapping[str, int]) -> bool:
-        """Whether the rank at `coordinates` holds a part at all."""
-        return self.stages is None or coordinates["pipeline"] in self.stages
-
-    def counts_here(self, coordinates: Mapping[str, int]) -> bool:
-        """Whether this is the one copy that counts: each entry of the logical tensor counts on exactly one rank."""
-        first_stage = 0 if self.stages is None else self.stages[0]
-        return coordinates["pipeline"] == first_stage and all(
-            coordinates[axis] == 0 for axis in AXES[1:] if not self.is_cut_along(axis)
-        )
-
-    def holders(self, grid: Grid, coordinates: Mapping[str, int]) -> Iterator[tuple[int, Box]]:
-        """The ranks that together hold one copy, nearest to `coordinates`: each differs from it only along cut axes."""
-        axes = [axis for axis in AXES if self.is_cut_along(axis)]
-        for indexes in itertools.product(*(range(grid.size(axis)) for axis in axes)):
-            place = dict(coordinates) | dict(zip(axes, indexes, strict=True))
-            yield grid.rank(place), self.box(grid, place)
+    def counts_at(self, coordinates: Mapping[str, int]) -> bool:
+        """Whether the copy there is the one that counts: each entry of the logical tensor counts on exactly one rank."""
+        return all(coordinates[axis] == 0 for axis in COPIES if not self.is_cut_along(axis))
 
 
 @dataclass(frozen=True)
@@ -100,12 +88,12 @@ class Place:
         """Of the logical tensor."""
         return self.layout.shape
 
-    @property
+    @cached_property
     def box(self) -> Box:
         """This rank's part."""
         return self.layout.box(self.mesh.grid, self.mesh.coordinates)
 
-    @property
+    @cached_property
     def counts(self) -> bool:
         """Whether this rank's copy is the one that counts in a sum over all ranks."""
-        return self.layout.counts_here(self.mesh.coordinates)
+        return self.layout.counts_at(self.mesh.coordinates)

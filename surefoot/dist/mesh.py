@@ -139,6 +139,17 @@ def make_all_groups(grid: Grid) -> None:
                 _make_group(ranks, use_local_synchronization=False)
 
 
+def own_mesh(grid: Grid) -> Mesh | None:
+    """A grid seen from this rank of a world that may be larger; None where the grid does not use it.
+
+    All ranks of the world call it together, with the same grid. Without a process group this is rank 0 of one.
+    """
+    if not dist.is_initialized():
+        return Mesh(grid)
+    make_all_groups(grid)
+    return Mesh(grid, dist.get_rank()) if dist.get_rank() < grid.num_ranks else None
+
+
 def _make_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> None:
     is_world = ranks == tuple(range(dist.get_world_size()))
     group = (
@@ -148,8 +159,3 @@ def _make_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> N
     )
     # A rank that is not a member gets a placeholder; it is kept so that every rank's record of what exists is the same.
     _GROUPS[ranks] = cast(ProcessGroup, group)
-
-
-def forget_groups() -> None:
-    """Drop every group made so far, after the process group they belong to was destroyed."""
-    _GROUPS.clear()

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from surefoot.config import CheckpointError, Config
-from surefoot.dist.layout import Place
+from surefoot.dist.layout import Box, Place
 
 Role: TypeAlias = Literal["matrix", "vocabulary", "vector"]
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
@@ -38,6 +38,16 @@ class Param:
     def shape(self) -> tuple[int, ...]:
         """Of the logical parameter."""
         return tuple(self.tensor.shape) if self.place is None else self.place.shape
+
+    @property
+    def box(self) -> Box:
+        """Where `tensor` lies in the logical parameter."""
+        return Box((0,) * self.tensor.dim(), tuple(self.tensor.shape)) if self.place is None else self.place.box
+
+    @property
+    def counts(self) -> bool:
+        """Whether `tensor` is the copy that counts in a sum over all ranks."""
+        return self.place is None or self.place.counts
 
     @property
     def num_elements(self) -> int:

@@ -30,7 +30,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def global_norm(params: Sequence[Param], group: ProcessGroup | None) -> Tensor:
     """The norm over the logical parameters: of each entry, the one copy that counts; equal bits on every rank."""
-    counted = [param.tensor.grad for param in params if param.place is None or param.place.counts]
+    counted = [param.tensor.grad for param in params if param.counts]
     norm = gradient_norm([gradient for gradient in counted if gradient is not None])
     if group is None:
         return norm

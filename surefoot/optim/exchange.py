@@ -30,20 +30,15 @@ class Exchange:
         peers = [mesh.grid.coordinates(rank) for rank in mesh.grid.peers(mesh.rank, AXES)]
         # Where each rank's part lies, and whether it is the copy that is sent: ranks along an uncut axis hold equal ones.
         self._boxes = [[place.layout.box(mesh.grid, peer) for peer in peers] for place in places]
-        self._sends = [
-            [all(peer[axis] == 0 for axis in AXES if not place.layout.is_cut_along(axis)) for peer in peers]
-            for place in places
+        self._sends = [[place.layout.counts_at(peer | {"replicate": 0}) for peer in peers] for place in places]
+        self._owned = [
+            [number for number, owner in enumerate(self.owners) if owner == rank] for rank in range(num_ranks)
         ]
 
     def apply(self, parts: Sequence[Tensor], update: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """This rank's part of `update` of the whole matrices; `update` is given those that this rank owns."""
-        numbers, ranks = range(len(parts)), range(len(self._boxes[0]))
-        mine = [number for number in numbers if self.owners[number] == self._rank]
-
-        def owned(owner: int) -> list[int]:
-            return [number for number in numbers if self.owners[number] == owner]
-
-        sent = [[parts[number] for number in owned(owner) if self._sends[number][self._rank]] for owner in ranks]
+        ranks, mine = range(len(self._owned)), self._owned[self._rank]
+        sent = [[parts[number] for number in owned if self._sends[number][self._rank]] for owned in self._owned]
         expected = [[self._boxes[number][rank] for number in mine if self._sends[number][rank]] for rank in ranks]
         like = parts[0].new_empty(0)
         received = self._all_to_all(sent, expected, like)
@@ -57,11 +52,15 @@ class Exchange:
         updated = dict(zip(mine, updates, strict=True))
         returned = self._all_to_all(
             [[updated[number][self._boxes[number][rank].slices] for number in mine] for rank in ranks],
-            [[self._boxes[number][self._rank] for number in owned(owner)] for owner in ranks],
+            [[self._boxes[number][self._rank] for number in owned] for owned in self._owned],
             like,
         )
-        found = {number: part for owner in ranks for number, part in zip(owned(owner), returned[owner], strict=True)}
-        return [found[number] for number in numbers]
+        found = {
+            n: part
+            for owned, back in zip(self._owned, returned, strict=True)
+            for n, part in zip(owned, back, strict=True)
+        }
+        return [found[number] for number in range(len(parts))]
 
     def _all_to_all(self, sent: list[list[Tensor]], expected: list[list[Box]], like: Tensor) -> list[list[Tensor]]:
         """Tensors for each rank out; tensors of the expected boxes from each rank in."""

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from surefoot.dist.collectives import sum_
 from surefoot.optim.base import Param, Role
-from surefoot.optim.groups import split_by_role
+from surefoot.optim.groups import ROLES, split_by_role
 
 NUM_ENTRIES = 4_096
 
@@ -26,10 +26,10 @@ class UpdateMeter:
         self, params: Sequence[Param], num_entries: int = NUM_ENTRIES, group: ProcessGroup | None = None
     ) -> None:
         self._num_entries, self._group = num_entries, group
-        self._roles = {
-            role: [param for param in members if param.place is None or param.place.counts]
-            for role, members in split_by_role(params).items()
-        }
+        split = split_by_role(params)
+        # Over ranks every role is summed, also one that lies on other pipeline stages only.
+        roles = split if group is None else ROLES
+        self._roles = {role: [param for param in split.get(role, ()) if param.counts] for role in roles}
         # Each sampled entry stands for this many of its weight's.
         self._shares = {role: self._share_of_entries(members) for role, members in self._roles.items()}
         self._before: dict[Role, Tensor] = {}
@@ -48,13 +48,12 @@ class UpdateMeter:
         for role, members in self._roles.items():
             entries, shares = self._entries(members), self._shares[role]
             moved = entries - self._before[role]
-            sums += [torch.dot(moved.square_(), shares), torch.dot(entries.square_(), shares)]
+            sums += [torch.dot(moved.square_(), shares), torch.dot(entries.square_(), shares), shares.sum()]
         totals = torch.stack([total.to(torch.float64) for total in sums])
         found = sum_(totals, self._group).tolist()
-        pairs = zip(found[::2], found[1::2], strict=True)
+        rows = zip(self._roles, found[::3], found[1::3], found[2::3], strict=True)
         return {
-            role: math.sqrt(moved / size) if size else 0.0
-            for role, (moved, size) in zip(self._roles, pairs, strict=True)
+            role: math.sqrt(moved / size) if size else 0.0 for role, moved, size, num_entries in rows if num_entries
         }
 
     def _entries(self, members: Sequence[Param]) -> Tensor:

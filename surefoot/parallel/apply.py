@@ -1,5 +1,5 @@
-"""The order of passes, in one place: swap attention -> cut weights -> collectives around blocks -> shard -> materialise ->
-initialise.
+"""The order of passes, in one place: swap attention -> cut weights -> collectives around blocks -> take this rank's stages ->
+shard -> materialise -> initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,21 +17,63 @@ from torch import Tensor
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
-from surefoot.parallel import context, shard, tensor
+from surefoot.parallel import context, pipeline, shard, tensor
+from surefoot.parallel.copies import Copies
+from surefoot.parallel.pipeline import Feed, Pipeline, Stage
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.shard import DataParallel
+from surefoot.parallel.shard import DataParallel, Local
 
 MicroBatch = tuple[Tensor, Tensor, Tensor]
 """Tokens, targets and document numbers, each (B, L): this rank's samples, whole sequences."""
 
 
+class Passes(Protocol):
+    """Forward and backward passes over this rank's part of a model."""
+
+    def accumulate(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+        """Gradients of (sum over valid tokens) / `num_tokens` into the weights; this rank's sums of nll and z."""
+
+    def evaluate(self, feeds: Sequence[Feed], dtype: torch.dtype) -> float:
+        """This rank's sum of nll."""
+
+
+class Whole:
+    """A model that lies on this rank from embedding to head."""
+
+    def __init__(self, model: Decoder, data_parallel: DataParallel) -> None:
+        self.model, self.data_parallel = model, data_parallel
+
+    def accumulate(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+        """One micro-batch after the other."""
+        nll, z = 0.0, 0.0
+        for number, (tokens_BL, targets_BL, docs) in enumerate(feeds):
+            self.data_parallel.before_backward(is_last=number == len(feeds) - 1)
+            objective, sums = self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)
+            torch.autograd.backward(objective / num_tokens)
+            nll += sums.nll.item()
+            z += sums.z.item()
+        return nll, z
+
+    @torch.no_grad()
+    def evaluate(self, feeds: Sequence[Feed], dtype: torch.dtype) -> float:
+        """One micro-batch after the other."""
+        return sum(self.model.loss(*feed, dtype=dtype)[1].nll.item() for feed in feeds)
+
+
 @dataclass
 class Laid:
-    """A model laid out over a mesh."""
+    """A model laid out over a mesh. `model` has memory only where there is no pipeline."""
 
     model: Decoder
     mesh: Mesh
     data_parallel: DataParallel
+    passes: Passes
+    copies: Copies | None
+
+    @property
+    def locals(self) -> list[Local]:
+        """The weights of which this rank holds a part."""
+        return self.data_parallel.locals
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch], num_tokens: int, dtype: torch.dtype
@@ -39,52 +82,66 @@ class Laid:
 
         Returns the sums of nll and z over this rank's own tokens.
         """
-        nll, z = 0.0, 0.0
-        for number, micro_batch in enumerate(micro_batches):
-            self.data_parallel.before_backward(is_last=number == len(micro_batches) - 1)
-            tokens_BL, targets_BL, docs = context.cut(self.mesh, *micro_batch)
-            objective, sums = self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)
-            torch.autograd.backward(objective / num_tokens)
-            nll += sums.nll.item()
-            z += sums.z.item()
+        sums = self.passes.accumulate(self._feeds(micro_batches), num_tokens, dtype)
         self.data_parallel.reduce()
-        return nll, z
+        if self.copies is not None:
+            self.copies.add_gradients()
+        return sums
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """The sum of nll over this rank's own tokens."""
-        nll = 0.0
-        for micro_batch in micro_batches:
-            tokens_BL, targets_BL, docs = context.cut(self.mesh, *micro_batch)
-            nll += self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)[1].nll.item()
-        return nll
+        return self.passes.evaluate(self._feeds(micro_batches), dtype)
+
+    def after_step(self) -> None:
+        """After parts were changed: bring what computes up to date."""
+        if self.copies is not None:
+            self.copies.refresh()
+        self.data_parallel.after_step()
+
+    def _feeds(self, micro_batches: Sequence[MicroBatch]) -> list[Feed]:
+        return [context.cut(self.mesh, *micro_batch) for micro_batch in micro_batches]
 
 
 def check(plan: Plan, config: DecoderConfig, sequence_length: int) -> None:
     """`ConfigError` where the plan cannot carry the model; needs no process group."""
     with torch.device("meta"):
         model = config.build()
+    pipeline.check(model, plan)
     tensor.check(model, plan.tensor, sequence_length)
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
 
 
 def lay_out(
-    plan: Plan, config: DecoderConfig, mesh: Mesh, *, dtype: torch.dtype, device: torch.device, seed: int
+    plan: Plan,
+    config: DecoderConfig,
+    mesh: Mesh,
+    *,
+    sequence_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
 ) -> Laid:
     """Build, cut, shard and initialise a model; every rank of the mesh calls it at the same time."""
     with torch.device("meta"):
         model = config.build().to(dtype)
     layouts = tensor.layouts_of(model, plan.tensor)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
+    bounds = pipeline.bounds_of(model, plan.num_stages, sequence_length)
     context.apply(model, mesh, plan.context_kind)
     tensor.apply(model, mesh, layouts)
-    shard.wrap(plan, model, mesh, device)
-    materialise(model, device)
-    data_parallel = shard.data_parallel(plan, model, mesh, layouts)
+    stages = pipeline.stages_of(plan, model, mesh, bounds)
+    modules: Sequence[Decoder | Stage] = stages or [model]
+    for module in modules:
+        shard.wrap(plan, module, mesh, device)
+        materialise(module, device)
+    data_parallel = shard.data_parallel(plan, modules, mesh, layouts)
     with torch.no_grad():
-        for local in data_parallel.locals:
+        for local in data_parallel.everything:
             distribution, shape = initial[local.name]
             full = distribution.draw(shape, generator_for(seed, local.name))
             local.part.copy_(full[local.layout.box(mesh.grid, mesh.coordinates).slices])
     data_parallel.after_step()
-    return Laid(model, mesh, data_parallel)
+    if not stages:
+        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None)
+    passes = Pipeline(plan, stages, mesh, config.width, device)
+    return Laid(model, mesh, data_parallel, passes, Copies(plan, mesh, data_parallel) if config.tied else None)

@@ -7,15 +7,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from surefoot.config import Config, FieldError
-from surefoot.dist.mesh import Grid
+from surefoot.dist.mesh import AXES, Grid
 from surefoot.parallel.context import Kind
+from surefoot.parallel.schedules import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule, takes
 
 
 class Plan(Config):
-    """A layout over `replicate` x `shard` x `context` x `tensor` ranks. Any legal plan trains the same model as one process.
+    """A layout over `pipeline` x `replicate` x `shard` x `context` x `tensor` ranks. Any legal plan trains the same model as
+    one process.
 
     `replicate` and `shard` cut the batch; `context` cuts each sequence; `tensor` cuts each layer's heads, feed-forward width
-    and vocabulary, and the sequence between them.
+    and vocabulary, and the sequence between them; `pipeline` shares out the layers.
     """
 
     replicate: int = Field(
@@ -41,6 +43,15 @@ class Plan(Config):
         "exchanges sequence for heads (Jacobs et al., 2023); ring sends them round, one rank's at a time (Liu et al., 2023)",
     )
     tensor: int = Field(default=1, ge=1, description="tensor and sequence parallel ranks (Korthikanti et al., 2022)")
+    pipeline: int = Field(default=1, ge=1, description="ranks that each hold some of the layers")
+    schedule: Schedule = Field(
+        default="1f1b",
+        description="order of a pipeline's passes: gpipe (Huang et al., 2019); 1f1b, interleaved (Narayanan et al., 2021); "
+        "zero-bubble, zbv (Qi et al., 2024); dualpipev (DeepSeek-AI, 2025)",
+    )
+    stages_per_rank: int | None = Field(
+        default=None, ge=1, description="runs of layers a pipeline rank holds; 1 in gpipe and 1f1b, 2 in the others"
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -53,12 +64,44 @@ class Plan(Config):
             raise FieldError(
                 "reshard", self.reshard, "works only where `shard` is all there is; drop it or the other axes"
             )
+        if self.stages_per_rank is not None:
+            self._refuse_stages(self.stages_per_rank)
         return self
+
+    def _refuse_stages(self, count: int) -> None:
+        if self.pipeline == 1:
+            raise FieldError("stages_per_rank", count, "has an effect only with pipeline above 1; drop it")
+        fixed = 1 if self.schedule in SINGLE else 2 if self.schedule in V_SHAPED else None
+        if fixed is not None and count != fixed:
+            raise FieldError("stages_per_rank", count, f"is always {fixed} in schedule {self.schedule}; drop it")
+        if count == 1 and fixed is None:
+            raise FieldError(
+                "stages_per_rank", count, f"must be 2 or more in schedule {self.schedule}; use schedule=1f1b"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Runs of layers into which a pipeline cuts the model; 1 without one."""
+        if self.pipeline == 1:
+            return 1
+        return self.pipeline * (self.stages_per_rank or (1 if self.schedule in SINGLE else 2))
+
+    def takes(self, num_micro_batches: int) -> bool:
+        """Whether the schedule works with so many micro-batches a step."""
+        return self.pipeline == 1 or takes(self.schedule, self.pipeline, self.num_stages, num_micro_batches)
+
+    def num_micro_batches(self, batch: int) -> int | None:
+        """Into how many micro-batches a rank's `batch` samples are best cut for the pipeline: enough to keep its bubble
+        small, no more than that; None where no number will do."""
+        legal = [number for number in range(1, batch + 1) if batch % number == 0 and self.takes(number)]
+        if self.pipeline == 1 or not legal:
+            return legal[0] if legal else None
+        return next((number for number in legal if number >= 2 * self.num_stages), legal[-1])
 
     @property
     def grid(self) -> Grid:
         """The grid of ranks."""
-        return Grid({"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor})
+        return Grid({axis: getattr(self, axis) for axis in AXES})
 
     @property
     def num_ranks(self) -> int:
@@ -75,22 +118,35 @@ class Plan(Config):
         """Whether FSDP2 holds the weights."""
         return self.shard > 1 and self.zero > 1
 
+    @property
+    def keeps_weights_cut(self) -> bool:
+        """Whether weights are cut again after each layer's forward pass (ZeRO-3 proper).
+
+        A schedule that computes gradients of weights later needs them whole until then.
+        """
+        return self.is_fully_sharded and self.zero == 3 and (self.pipeline == 1 or self.schedule not in SPLIT_BACKWARD)
+
     def build(self) -> Self:
         """The plan itself: `parallel.apply` carries it out."""
         return self
 
     def describe(self) -> str:
         """The plan in a few words."""
-        parts = [
-            f"{name} {getattr(self, name)}"
-            for name in ("replicate", "shard", "context", "tensor")
-            if getattr(self, name) > 1
-        ]
+        parts = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        if self.pipeline > 1:
+            parts.append(
+                f"{self.schedule} schedule"
+                + (f" of {self.num_stages} stages" if self.num_stages > self.pipeline else "")
+            )
         if self.context > 1:
             parts.append(f"{self.context_kind} attention")
         if self.shard > 1:
             parts.append(f"ZeRO-{self.zero}" + (f" (reshard {self.reshard})" if self.reshard else ""))
+            if self.zero == 3 and not self.keeps_weights_cut:
+                parts[-1] += f" with weights whole during a step, as {self.schedule} needs"
         said = ", ".join(parts) or "one process"
         if self.context == 1 and self.context_kind != "gather":
             said += f" (context_kind {self.context_kind} has no effect with context 1)"
+        if self.pipeline == 1 and self.schedule != "1f1b":
+            said += f" (schedule {self.schedule} has no effect with pipeline 1)"
         return said

@@ -11,7 +11,7 @@ samples or another part of the sequence. What differs is what each rank keeps:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from surefoot.dist.collectives import gather_flat, reduce_scatter_flat, sum_all_
 from surefoot.dist.layout import Layout
-from surefoot.dist.mesh import Mesh
+from surefoot.dist.mesh import Grid, Mesh
 from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import named_weights
+from surefoot.parallel.pipeline import Stage
 from surefoot.parallel.plan import Plan
 
 REPLICAS = ("replicate",)
@@ -43,14 +44,26 @@ class Local:
 
 
 class DataParallel(ABC):
-    """One strategy over one model."""
+    """One strategy over this rank's part of a model: the whole, or the stages it holds.
 
-    def __init__(self, model: Decoder, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
-        self.mesh = mesh
-        self.locals = [
-            self._local(full_name, getattr(block, name), block.axes[name], layouts[full_name])
-            for full_name, block, name in named_weights(model)
-        ]
+    `copies` are weights that another stage owns: treated like the others, but no optimizer moves them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        self.mesh, self.modules = mesh, modules
+        self.locals: list[Local] = []
+        self.copies: list[Local] = []
+        for module in modules:
+            owners = module.copies if isinstance(module, Stage) else {}
+            for name, block, weight in named_weights(module):
+                owner = owners.get(name, name)
+                local = self._local(owner, getattr(block, weight), block.axes[weight], layouts[owner])
+                (self.copies if name in owners else self.locals).append(local)
+
+    @property
+    def everything(self) -> list[Local]:
+        """What is owned and what is copied, in an order that all ranks with these stages share."""
+        return [*self.locals, *self.copies]
 
     @abstractmethod
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
@@ -70,7 +83,7 @@ class DataParallel(ABC):
         """A weight that tensor parallelism left whole saw part of the sequence or of the heads: its gradient is partial."""
         partial = [
             local.part.grad
-            for local in self.locals
+            for local in self.everything
             if local.part.grad is not None and not local.layout.is_cut_along("tensor")
         ]
         sum_all_(partial, self.mesh.group("tensor"))
@@ -84,7 +97,7 @@ class Replicated(DataParallel):
 
     def reduce(self) -> None:
         """One sum over all data ranks."""
-        gradients = [local.part.grad for local in self.locals if local.part.grad is not None]
+        gradients = [local.part.grad for local in self.everything if local.part.grad is not None]
         sum_all_(gradients, self.mesh.group(*REPLICAS, *SHARDS))
         self._sum_over_tensor_ranks()
 
@@ -93,48 +106,44 @@ class Zero1(DataParallel):
     """Weights and gradients whole, optimizer state and update cut along the first dimension."""
 
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        cut = layout.split(0, *SHARDS)
         rows = self._rows(weight)
-        return Local(name, axes, cut, weight, weight.detach()[rows[self.mesh.index(*SHARDS)]])
+        part = weight.detach()[rows[self.mesh.index(*SHARDS)]]
+        return Local(name, axes, layout.split(0, *SHARDS), weight, part)
 
     def _rows(self, weight: Tensor) -> list[slice]:
+        """Each rank's rows of a weight that tensor parallelism has cut already."""
         num_ranks = self.mesh.size(*SHARDS)
-        run = -(-weight.shape[0] // num_ranks)
-        return [slice(min(i * run, weight.shape[0]), min((i + 1) * run, weight.shape[0])) for i in range(num_ranks)]
+        cut = Layout(tuple(weight.shape)).split(0, "shard")
+        grid = Grid({"shard": num_ranks})
+        return [cut.box(grid, grid.coordinates(rank)).slices[0] for rank in range(num_ranks)]
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum over replicas, then each rank receives the sums of its parts: one reduce-scatter of all weights."""
-        gradients = [local.weight.grad for local in self.locals]
+        gradients = [local.weight.grad for local in self.everything]
         sum_all_([gradient for gradient in gradients if gradient is not None], self.mesh.group(*REPLICAS))
-        group = self.mesh.group(*SHARDS)
-        if group is not None:
-            padded = torch.cat([self._by_rank(local.weight.grad, local.weight) for local in self.locals], 1)
-            own = padded.new_empty(padded.shape[1])
-            reduce_scatter_flat(own, padded.flatten(), group=group)
-            pieces = own.split([self._run(local.weight) for local in self.locals])
-            for local, piece in zip(self.locals, pieces, strict=True):
-                local.part.grad = piece[: local.part.numel()].view_as(local.part)
-        else:
-            for local in self.locals:
-                local.part.grad = local.weight.grad
-        for local in self.locals:
+        runs = [self._run(local.weight) for local in self.everything]
+        by_rank = torch.cat(
+            [self._by_rank(local.weight, run) for local, run in zip(self.everything, runs, strict=True)], 1
+        )
+        own = by_rank.new_empty(by_rank.shape[1])
+        reduce_scatter_flat(own, by_rank.flatten(), group=self.mesh.group(*SHARDS))
+        for local, piece in zip(self.everything, own.split(runs), strict=True):
+            local.part.grad = piece[: local.part.numel()].view_as(local.part)
             local.weight.grad = None
         self._sum_over_tensor_ranks()
 
     @torch.no_grad()
     def after_step(self) -> None:
         """One all-gather of all parts."""
-        group = self.mesh.group(*SHARDS)
-        if group is None:
-            return
-        own = torch.cat([_padded(local.part.reshape(-1), self._run(local.weight)) for local in self.locals])
+        runs = [self._run(local.weight) for local in self.everything]
+        own = torch.cat(
+            [_padded(local.part.reshape(-1), run) for local, run in zip(self.everything, runs, strict=True)]
+        )
         whole = own.new_empty((self.mesh.size(*SHARDS), own.numel()))
-        gather_flat(whole.view(-1), own, group=group)
-        for local, runs in zip(
-            self.locals, whole.split([self._run(local.weight) for local in self.locals], 1), strict=True
-        ):
-            for rows, run in zip(self._rows(local.weight), runs, strict=True):
+        gather_flat(whole.view(-1), own, group=self.mesh.group(*SHARDS))
+        for local, by_rank in zip(self.everything, whole.split(runs, 1), strict=True):
+            for rows, run in zip(self._rows(local.weight), by_rank, strict=True):
                 target = local.weight.detach()[rows]
                 target.copy_(run[: target.numel()].view_as(target))
 
@@ -143,33 +152,31 @@ class Zero1(DataParallel):
         rows = -(-weight.shape[0] // self.mesh.size(*SHARDS))
         return rows * (weight.numel() // max(1, weight.shape[0]))
 
-    def _by_rank(self, gradient: Tensor | None, weight: Tensor) -> Tensor:
+    def _by_rank(self, weight: Tensor, run: int) -> Tensor:
         """The gradient as one row for each rank, the last ones padded."""
-        flat = torch.zeros_like(weight).reshape(-1) if gradient is None else gradient.reshape(-1)
+        flat = (torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1)
         num_ranks = self.mesh.size(*SHARDS)
-        return _padded(flat, num_ranks * self._run(weight)).view(num_ranks, -1)
+        return _padded(flat, num_ranks * run).view(num_ranks, run)
 
 
 class FullySharded(DataParallel):
     """FSDP2 (Zhao et al., 2023) over the data ranks, one unit a layer and one for what surrounds them."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
-        super().__init__(model, mesh, layouts)
-        self._root = model
-
     @staticmethod
-    def wrap(model: Decoder, mesh: Mesh, *, device_type: str, zero: int, reshard: int | None) -> None:
-        """Make FSDP2 units of a model that may still be on meta."""
+    def wrap(module: Decoder | Stage, mesh: Mesh, *, device_type: str, reshard_after_forward: bool | int) -> None:
+        """Make FSDP2 units of a model or stage that may still be on meta."""
         parts = (REPLICAS, SHARDS) if mesh.size(*REPLICAS) > 1 else (SHARDS,)
         device_mesh = mesh.device_mesh(device_type, *parts)
-        reshard_after_forward: bool | int = (reshard or True) if zero == 3 else False
-        for unit in (*model.layers, model):
-            fully_shard(unit, mesh=device_mesh, reshard_after_forward=False if unit is model else reshard_after_forward)
+        for unit in (*module.layers.children(), module):
+            fully_shard(
+                unit, mesh=device_mesh, reshard_after_forward=reshard_after_forward if unit is not module else False
+            )
             assert isinstance(unit, FSDPModule)
             # The loss is divided by the step's tokens before backward: ranks add up. gloo has no scaled sum.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(model, "loss")
+        if isinstance(module, Decoder):
+            register_fsdp_forward_method(module, "loss")
 
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
         assert isinstance(weight, DTensor)
@@ -177,29 +184,31 @@ class FullySharded(DataParallel):
 
     def before_backward(self, *, is_last: bool) -> None:
         """Gradients stay whole until the last micro-batch, then are reduced as backward goes."""
-        assert isinstance(self._root, FSDPModule)
-        self._root.set_requires_gradient_sync(is_last)
+        for module in self.modules:
+            assert isinstance(module, FSDPModule)
+            module.set_requires_gradient_sync(is_last)
 
     def reduce(self) -> None:
         """Backward has summed over the data ranks; what is left is to hand the parts their gradients."""
-        for local in self.locals:
+        for local in self.everything:
             gradient = local.weight.grad
             local.part.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
             local.weight.grad = None
         self._sum_over_tensor_ranks()
 
 
-def wrap(plan: Plan, model: Decoder, mesh: Mesh, device: torch.device) -> None:
-    """What a strategy does to a model before its weights have memory."""
+def wrap(plan: Plan, module: Decoder | Stage, mesh: Mesh, device: torch.device) -> None:
+    """What a strategy does to a model or stage before its weights have memory."""
     if plan.is_fully_sharded:
-        FullySharded.wrap(model, mesh, device_type=device.type, zero=plan.zero, reshard=plan.reshard)
+        reshard = (plan.reshard or True) if plan.keeps_weights_cut else False
+        FullySharded.wrap(module, mesh, device_type=device.type, reshard_after_forward=reshard)
 
 
-def data_parallel(plan: Plan, model: Decoder, mesh: Mesh, layouts: Mapping[str, Layout]) -> DataParallel:
-    """The plan's strategy over a model whose weights have memory."""
+def data_parallel(plan: Plan, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> DataParallel:
+    """The plan's strategy over what a rank holds, whose weights have memory."""
     if plan.is_fully_sharded:
-        return FullySharded(model, mesh, layouts)
-    return (Replicated if plan.shard == 1 else Zero1)(model, mesh, layouts)
+        return FullySharded(modules, mesh, layouts)
+    return (Replicated if plan.shard == 1 else Zero1)(modules, mesh, layouts)
 
 
 def _padded(flat: Tensor, length: int) -> Tensor:

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from surefoot.config import ConfigError, override
 from surefoot.dist.layout import Box
-from surefoot.dist.mesh import Mesh, make_all_groups
+from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.initialise import generator_for
 from surefoot.optim.base import Param, gradients_of
@@ -47,9 +46,9 @@ class Share:
     parts: dict[str, dict[str, tuple[Box, tuple[int, ...], Tensor]]] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
 
-    def keep(self, quantity: str, name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> None:
+    def keep(self, quantity: str, param: Param, values: Tensor) -> None:
         """Add one part."""
-        self.parts.setdefault(quantity, {})[name] = (box, shape, values.detach().clone())
+        self.parts.setdefault(quantity, {})[param.name] = (param.box, param.shape, values.detach().clone())
 
 
 @dataclass(frozen=True)
@@ -213,21 +212,17 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
 
 def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
     """One rank's part of two steps; None on a rank that the plan does not use."""
-    rank = 0
-    if dist.is_initialized():
-        make_all_groups(plan.grid)
-        rank = dist.get_rank()
-    if rank >= plan.num_ranks:
+    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
+    if mesh is None:
         return None
-    mesh, cpu, dtype = Mesh(plan.grid, rank), torch.device("cpu"), torch.float64
-    laid = lay_out(plan, run.model, mesh, dtype=dtype, device=cpu, seed=run.train.seed)
+    length, seed = run.data.sequence_length, run.train.seed
+    laid = lay_out(plan, run.model, mesh, sequence_length=length, dtype=dtype, device=cpu, seed=seed)
     ranks, params = Ranks(mesh, cpu), laid_params(laid)
-    boxes = {local.name: local.layout.box(mesh.grid, mesh.coordinates) for local in laid.data_parallel.locals}
     share = Share()
     for param in params:
-        share.keep("initial weights", param.name, boxes[param.name], param.shape, param.tensor)
-    _redraw_vectors(params, boxes)
-    laid.data_parallel.after_step()
+        share.keep("initial weights", param, param.tensor)
+    _redraw_vectors(params)
+    laid.after_step()
     optimizer = run.optim.build(params)
     batch = ragged_batch(run.model.vocab_size, run.data.sequence_length)
     num_tokens = int((batch[1] >= 0).sum())
@@ -241,21 +236,21 @@ def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
             share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
             for param in params:
                 gradient = param.tensor.grad if param.tensor.grad is not None else torch.zeros_like(param.tensor)
-                share.keep("gradients", param.name, boxes[param.name], param.shape, gradient)
+                share.keep("gradients", param, gradient)
         clip_(gradients_of(params), norm, run.train.max_gradient_norm or 1.0)
         optimizer.step(1.0)
-        laid.data_parallel.after_step()
+        laid.after_step()
     for param in params:
-        share.keep("updated weights", param.name, boxes[param.name], param.shape, param.tensor)
+        share.keep("updated weights", param, param.tensor)
     return share
 
 
 @torch.no_grad()
-def _redraw_vectors(params: Sequence[Param], boxes: Mapping[str, Box]) -> None:
+def _redraw_vectors(params: Sequence[Param]) -> None:
     for param in params:
         if len(param.shape) == 1:
             drawn = torch.randn(param.shape, generator=generator_for(1, param.name), dtype=torch.float64)
-            param.tensor.copy_((1 + 0.3 * drawn)[boxes[param.name].slices])
+            param.tensor.copy_((1 + 0.3 * drawn)[param.box.slices])
 
 
 def ragged_batch(vocab_size: int, length: int) -> MicroBatch:

@@ -83,7 +83,7 @@ class Ranks:
         """The gradient norm of each logical weight; None where there is no gradient."""
         squares = torch.zeros((len(params), 2), dtype=torch.float64, device=self.device)
         for row, param in zip(squares, params, strict=True):
-            if param.tensor.grad is not None and (param.place is None or param.place.counts):
+            if param.tensor.grad is not None and param.counts:
                 row[0], row[1] = param.tensor.grad.double().square().sum(), 1.0
         found = sum_(squares, self.group).tolist()
         return {param.name: square**0.5 if seen else None for param, (square, seen) in zip(params, found, strict=True)}

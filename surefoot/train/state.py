@@ -52,15 +52,7 @@ def named_params(model: Decoder) -> list[Param]:
 
 def laid_params(laid: Laid) -> list[Param]:
     """Every logical weight of a laid-out model, with this rank's part of it."""
-    return [
-        Param(
-            local.name,
-            local.part,
-            local.axes,
-            None if laid.mesh.grid.num_ranks == 1 else Place(local.layout, laid.mesh),
-        )
-        for local in laid.data_parallel.locals
-    ]
+    return [Param(local.name, local.part, local.axes, Place(local.layout, laid.mesh)) for local in laid.locals]
 
 
 def tensors_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:

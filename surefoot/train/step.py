@@ -70,5 +70,5 @@ def take_step(
     result = StepResult(nll, z, num_tokens, result_norm, coefficient)
     if result.is_finite:
         optimizer.step(scale)
-        laid.data_parallel.after_step()
+        laid.after_step()
     return result

@@ -96,7 +96,10 @@ class Trainer:
                 f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more",
             )
         dtype = run.precision.weight_dtype
-        self.laid = lay_out(run.plan, run.model, mesh, dtype=dtype, device=self.device, seed=run.train.seed)
+        length = run.data.sequence_length
+        self.laid = lay_out(
+            run.plan, run.model, mesh, sequence_length=length, dtype=dtype, device=self.device, seed=run.train.seed
+        )
         self.params = laid_params(self.laid)
         self.optimizer = run.optim.build(self.params)
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
@@ -114,7 +117,7 @@ class Trainer:
             progress = Progress()
         else:
             progress = restore(checkpoint, self.params, self.optimizer)
-            self.laid.data_parallel.after_step()
+            self.laid.after_step()
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
             for line in compare_machines(saved_facts, self.facts):
                 self._say(line)

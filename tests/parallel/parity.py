@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.dist.layout import Box
-from surefoot.dist.mesh import Mesh, make_all_groups
+from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.initialise import generator_for
@@ -59,22 +58,17 @@ class Share:
 
 def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
     """This rank's share of the gradients of `ragged_batch`; None on a rank that the plan does not use."""
-    rank = 0
-    if dist.is_initialized():
-        make_all_groups(plan.grid)
-        rank = dist.get_rank()
-    if rank >= plan.num_ranks:
+    mesh = own_mesh(plan.grid)
+    if mesh is None:
         return None
-    mesh = Mesh(plan.grid, rank)
     check(plan, config, LENGTH)
-    laid = lay_out(plan, config, mesh, dtype=torch.float64, device=torch.device("cpu"), seed=0)
-    locals_ = laid.data_parallel.locals
+    laid = lay_out(plan, config, mesh, sequence_length=LENGTH, dtype=torch.float64, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
-        for local in locals_:
+        for local in laid.locals:
             if len(local.layout.shape) == 1:
                 drawn = torch.randn(local.layout.shape, generator=generator_for(1, local.name), dtype=torch.float64)
                 local.part.copy_((1 + 0.3 * drawn)[local.layout.box(mesh.grid, mesh.coordinates).slices])
-    laid.data_parallel.after_step()
+    laid.after_step()
     batch = ragged_batch(config.vocab_size)
     size = BATCH // plan.num_data_ranks
     first = mesh.index("replicate", "shard") * size
@@ -89,9 +83,9 @@ def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
                 local.part.grad.detach().clone(),
                 local.part.detach().clone(),
             )
-            for local in locals_
+            for local in laid.locals
         },
-        {local.name: local.layout.shape for local in locals_},
+        {local.name: local.layout.shape for local in laid.locals},
     )
 
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from surefoot.dist.layout import Box, Layout, Place
-from surefoot.dist.mesh import Grid, Mesh, make_all_groups
+from surefoot.dist.mesh import Grid, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.initialise import generator_for
 from surefoot.optim.adamw import AdamWConfig
@@ -47,13 +46,9 @@ def full(name: str, what: str, step: int = 0) -> Tensor:
 
 def train(sizes: dict[str, int], shards: bool, config: OptimizerConfig) -> Outcome | None:
     """Three steps on given gradients."""
-    grid, rank = Grid(sizes), 0
-    if dist.is_initialized():
-        make_all_groups(grid)
-        rank = dist.get_rank()
-    if rank >= grid.num_ranks:
+    mesh = own_mesh(Grid(sizes))
+    if mesh is None:
         return None
-    mesh = Mesh(grid, rank)
     params = []
     for name, (shape, axes, dim) in WEIGHTS.items():
         layout = Layout(shape) if dim is None else Layout(shape).split(dim, "tensor")
@@ -139,11 +134,9 @@ def test_the_norm_of_known_numbers(pool: Pool) -> None:
 
 
 def _norm_of_ones(sizes: dict[str, int]) -> float | None:
-    grid = Grid(sizes)
-    make_all_groups(grid)
-    if dist.get_rank() >= grid.num_ranks:
+    mesh = own_mesh(Grid(sizes))
+    if mesh is None:
         return None
-    mesh = Mesh(grid, dist.get_rank())
     params = []
     for name, (shape, axes, dim) in WEIGHTS.items():
         layout = (Layout(shape) if dim is None else Layout(shape).split(dim, "tensor")).split(0, "shard", "context")

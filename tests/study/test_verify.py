@@ -56,7 +56,7 @@ def gradient_times_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Layout, "counts_here", lambda *_: True)
+    patch.setattr(Layout, "counts_at", lambda *_: True)
 
 
 def one_tensor_not_reduced(patch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,15 @@ class StopAfter(Hook):
 
 
 def laid_and_batch(run: Run, count: int) -> tuple[Laid, Any]:
-    laid = lay_out(run.plan, run.model, Mesh(run.plan.grid), dtype=torch.float64, device=torch.device("cpu"), seed=1)
+    laid = lay_out(
+        run.plan,
+        run.model,
+        Mesh(run.plan.grid),
+        sequence_length=run.data.sequence_length,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        seed=1,
+    )
     return laid, run.data.build().batch(0, count)
 
 
@@ -80,7 +88,7 @@ def test_accumulation_changes_nothing(tiny: Tiny) -> None:
     for size in (8, 4, 1):
         laid, batch = laid_and_batch(run, 8)
         nll = accumulate(laid, batch, size)
-        found.append((nll, [local.part.grad.clone() for local in laid.data_parallel.locals]))
+        found.append((nll, [local.part.grad.clone() for local in laid.locals]))
     valid_a_row = (batch.targets_BL >= 0).sum(1)
     assert len(set(valid_a_row.tolist())) > 1, "the batch is not ragged"
     for nll, gradients in found[1:]:
