@@ -77,7 +77,7 @@ class Saver:
         if step == self._newest:
             return
         final = self.folder / step_name(step)
-        staging = first_object(staging_of(self.folder, step), self.group)
+        staging = self.folder / first_object(staging_of(self.folder, step).name, self.group)
         try:
             text = together(lambda: self._begin(staging, final, parts, state), self.group)
             together(lambda: _check_shared(staging), self.group)
