@@ -438,11 +438,12 @@ def test_one_process_completes_what_it_began(tmp_path: Path) -> None:
     assert not (tmp_path / step_name(2)).exists()
 
 
-def test_memory_is_used_again_and_bytes_are_those_of_a_blocking_save(tmp_path: Path) -> None:
+def test_memory_is_used_again_no_random_number_is_drawn_and_bytes_are_those_of_a_blocking_save(tmp_path: Path) -> None:
     tensors = values(1)
     parts = {
         name: Part(tuple(tensor.shape), whole_box(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()
     }
+    random = torch.get_rng_state()
     with Saver(tmp_path / "a", KEEP_ALL, None, pytest.fail) as saver:
         saver.save(1, parts, {}, "asynchronous")
         first = {name: buffer.data_ptr() for name, buffer in saver._buffers.items()}
@@ -453,6 +454,7 @@ def test_memory_is_used_again_and_bytes_are_those_of_a_blocking_save(tmp_path: P
         time_of = (tmp_path / "b" / step_name(2) / "manifest.json").stat().st_mtime_ns
         saver.save(2, parts, {}, "blocking")
         assert (tmp_path / "b" / step_name(2) / "manifest.json").stat().st_mtime_ns == time_of, "saved twice"
+    assert torch.equal(torch.get_rng_state(), random)
     assert read_manifest(tmp_path / "a" / step_name(2)) == read_manifest(tmp_path / "b" / step_name(2))
 
 
