@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,11 @@ class CheckpointConfig(Config):
     every: int | None = Field(default=500, ge=1, description="steps between checkpoints; null saves only at the end")
     keep_last: int = Field(default=2, ge=1, description="number of newest checkpoints kept")
     keep_every: int | None = Field(default=None, ge=1, description="keep those whose step is a multiple of this")
+
+    mode: Literal["asynchronous", "blocking"] = Field(
+        default="asynchronous",
+        description="asynchronous: parts are copied to host memory and written while training goes on",
+    )
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> Self:

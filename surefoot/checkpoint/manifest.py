@@ -4,7 +4,7 @@
     ├── manifest.json   format, step, every other file's length and sha256, every tensor's shape and dtype, a seal
     ├── state.json      the run's plain state
     ├── .metadata       DCP's layout (a pickle; see `metadata.py`)
-    └── __0_0.distcp    DCP's tensors
+    └── __0_0.distcp    DCP's tensors, a file for each rank that wrote some (__1_0.distcp, …)
 
 The seal is the sha256 of the manifest's own text, so that no byte of a checkpoint can change unseen. It guards against
 accidents, not against malice: whoever makes a file can seal it. Nothing a manifest says is trusted to be harmless.
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -121,10 +121,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{file}: {_one_line(error)}; it {DAMAGED}") from None
 
 
-def check_lengths(directory: Path, manifest: Manifest) -> None:
-    """`CheckpointError` unless every file is there, a regular file, and as long as the manifest says."""
-    for name, record in manifest.files.items():
-        file = directory / name
+def check_lengths(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """`CheckpointError` unless every file, or those of `names`, is a regular file and as long as the manifest says."""
+    for name in manifest.files if names is None else names:
+        record, file = manifest.files[name], directory / name
         try:
             status = file.lstat()
         except OSError as error:
@@ -135,18 +135,37 @@ def check_lengths(directory: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{file}: has {status.st_size} bytes instead of {record.bytes}; it {DAMAGED}")
 
 
-def check_hashes(directory: Path, manifest: Manifest) -> None:
-    """`CheckpointError` unless every file holds the bytes that were saved."""
-    check_lengths(directory, manifest)
-    for name, record in manifest.files.items():
+def check_hashes(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """`CheckpointError` unless the files of `names` hold the bytes that were saved."""
+    names = tuple(names)
+    check_lengths(directory, manifest, names)
+    for name in names:
         file = directory / name
         try:
             with open_regular(file) as stream:
                 found = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read ({reason(error)}); the checkpoint {DAMAGED}") from None
-        if found != record.sha256:
-            raise CheckpointError(f"{file}: has sha256 {found[:12]}… instead of {record.sha256[:12]}…; it {DAMAGED}")
+        _check_hash(file, found, manifest)
+
+
+def read_checked(directory: Path, manifest: Manifest, name: str) -> bytes:
+    """The content of a small file, which is what was saved; else `CheckpointError`."""
+    file = directory / name
+    check_lengths(directory, manifest, (name,))
+    try:
+        with open_regular(file) as stream:
+            data = stream.read()
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({reason(error)}); the checkpoint {DAMAGED}") from None
+    _check_hash(file, hashlib.sha256(data).hexdigest(), manifest)
+    return data
+
+
+def _check_hash(file: Path, found: str, manifest: Manifest) -> None:
+    wanted = manifest.files[file.name].sha256
+    if found != wanted:
+        raise CheckpointError(f"{file}: has sha256 {found[:12]}… instead of {wanted[:12]}…; it {DAMAGED}")
 
 
 def reason(error: OSError) -> str:

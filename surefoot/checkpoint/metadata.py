@@ -1,14 +1,15 @@
-"""DCP's `.metadata` is a pickle: here it is read as data and copied, field by field and type by type, into real metadata."""
+"""DCP's `.metadata`: made of records of parts; a pickle, so read as data and copied, field by field and type by type."""
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from surefoot.checkpoint.archive import DTYPES
 from surefoot.checkpoint.inert import Built, ForeignError, Name, read_pickle
 from surefoot.checkpoint.manifest import Manifest, TensorRecord
+from surefoot.checkpoint.parts import PartRecord
 
 T = TypeVar("T")
 
@@ -41,6 +43,24 @@ _NAMES = {
     ("torch.serialization", "_get_layout"),
     *(("torch", name) for name in DTYPES),
 }
+
+
+def write_metadata(parts: Iterable[PartRecord]) -> bytes:
+    """The pickle by which DCP, and `read_metadata`, find parts in their files; it depends on nothing else."""
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for part in parts:
+        described = tensors.get(part.name)
+        if not isinstance(described, TensorStorageMetadata):
+            properties = TensorProperties(dtype=DTYPES[part.tensor.dtype], layout=torch.strided)
+            described = TensorStorageMetadata(properties, torch.Size(part.tensor.shape), [])
+            tensors[part.name] = described
+        offsets = torch.Size(part.box.offset)
+        storage[MetadataIndex(part.name, offsets, len(described.chunks))] = _StorageInfo(
+            part.file, part.offset, part.length
+        )
+        described.chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.box.shape)))
+    return pickle.dumps(Metadata(tensors, storage_data=storage, version=CURRENT_DCP_VERSION))
 
 
 def read_metadata(data: bytes, manifest: Manifest) -> Metadata:

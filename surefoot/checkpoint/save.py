@@ -10,22 +10,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from surefoot.checkpoint.archive import DTYPES
+from surefoot.checkpoint.inert import ForeignError
 from surefoot.checkpoint.manifest import (
     MANIFEST,
+    METADATA,
     STATE,
-    FileRecord,
     Manifest,
-    TensorRecord,
     candidates,
     check_lengths,
     named_step,
@@ -33,7 +29,9 @@ from surefoot.checkpoint.manifest import (
     reason,
     step_name,
 )
-from surefoot.checkpoint.storage import HashedFile, HashingFileSystem, Writer, call_dcp
+from surefoot.checkpoint.metadata import read_metadata, write_metadata
+from surefoot.checkpoint.parts import check_part, whole
+from surefoot.checkpoint.storage import Written, write_bytes, write_parts
 from surefoot.config import CheckpointError
 
 _STAGING = re.compile(r"\.staging-.+-(\d+)")
@@ -46,33 +44,68 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     folder cannot be written or is out of space: then no half of it remains and earlier checkpoints are untouched.
     Clears away what processes that died in the middle of a save have left.
     """
-    final = folder / step_name(step)
-    staging = folder / f".staging-{step_name(step)}-{os.getpid()}"
+    final, parts = folder / step_name(step), {name: whole(tensor) for name, tensor in tensors.items()}
+    text = state_text(final, state)
+    for name, part in parts.items():
+        check_part(final, name, part)
+    staging = staging_of(folder, step)
     try:
-        state_text = json.dumps(dict(state), indent=1, allow_nan=False) + "\n"
+        prepare(staging)
+        complete(staging, final, step, text, [write_parts(staging, 0, parts.items())])
+    except OSError as error:
+        raise CheckpointError(not_saved(final, reason(error))) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return final
+
+
+def state_text(final: Path, state: Mapping[str, Any]) -> str:
+    """The state as JSON; `CheckpointError` for one that JSON cannot hold."""
+    try:
+        return json.dumps(dict(state), indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{final}: the state cannot be written as JSON ({error}); pass numbers and text"
         ) from None
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or tensor.is_meta or dtype not in DTYPES:
-            raise CheckpointError(
-                f"{final}: {name} ({dtype}) is not a dense tensor of numbers with memory; only such can be saved"
-            )
+
+
+def not_saved(final: Path, why: str) -> str:
+    """What is said of a checkpoint that could not be written."""
+    return f"{final}: cannot be saved ({why}); make room or make it writable: earlier checkpoints are untouched"
+
+
+def staging_of(folder: Path, step: int) -> Path:
+    """Where this process lets a step's checkpoint grow."""
+    return folder / f".staging-{step_name(step)}-{os.getpid()}"
+
+
+def prepare(staging: Path) -> None:
+    """Make an empty staging directory, after clearing away what dead processes have left; `OSError` where that fails."""
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    _clear_stale(staging.parent)
+    staging.mkdir()
+
+
+def complete(staging: Path, final: Path, step: int, text: str, written: Sequence[Written]) -> None:
+    """Give a staged checkpoint, whose parts all ranks have written, its other files and then its name.
+
+    `CheckpointError`, and no name, unless the parts make up whole tensors; `OSError` where the disk fails.
+    """
+    parts = [part for one in written for part in one.parts]
+    tensors = {part.name: part.tensor for part in parts}
+    files = {name: record for one in written for name, record in one.files.items()}
+    layout = write_metadata(parts)
+    files[METADATA] = write_bytes(staging / METADATA, layout)
+    files[STATE] = write_bytes(staging / STATE, text.encode())
+    manifest = Manifest(step, files, tensors)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear_stale(folder)
-        staging.mkdir()
-        _write(staging, step, tensors, state_text)
-        _publish(staging, final)
-    except OSError as error:
-        raise CheckpointError(
-            f"{final}: cannot be saved ({reason(error)}); make room or make it writable: earlier checkpoints are untouched"
-        ) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return final
+        if len(written) > 1:
+            read_metadata(layout, manifest)  # what no reader would take is not published
+    except ForeignError as error:
+        raise CheckpointError(f"{final}: cannot be saved: the ranks' layout {error}") from None
+    write_bytes(staging / MANIFEST, manifest.text().encode())
+    sync_directory(staging)
+    _publish(staging, final)
 
 
 def retain(folder: Path, keep_last: int, keep_every: int | None) -> list[Path]:
@@ -100,36 +133,6 @@ def retain(folder: Path, keep_last: int, keep_every: int | None) -> list[Path]:
     return deleted
 
 
-def _write(staging: Path, step: int, tensors: Mapping[str, Tensor], state_text: str) -> None:
-    file_system = HashingFileSystem()
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    flat = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
-    try:
-        call_dcp(
-            lambda: state_dict_saver.save(
-                flat, storage_writer=Writer(staging, file_system), planner=planner, no_dist=True
-            )
-        )
-    except Exception:
-        if file_system.failure is not None:
-            raise file_system.failure from None
-        raise
-    files = dict(file_system.files)
-    files[STATE] = _write_text(staging / STATE, state_text)
-    records = {
-        name: TensorRecord(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in flat.items()
-    }
-    _write_text(staging / MANIFEST, Manifest(step, files, records).text())
-    _sync_directory(staging)
-
-
-def _write_text(file: Path, text: str) -> FileRecord:
-    with HashedFile(file) as stream:
-        stream.write(text.encode())
-    return stream.record()
-
-
 def _publish(staging: Path, final: Path) -> None:
     """Give the staged checkpoint its name; one that bears it steps aside to "name~", where readers still find it."""
     aside = final.with_name(final.name + "~")
@@ -143,7 +146,7 @@ def _publish(staging: Path, final: Path) -> None:
         if os.path.lexists(aside):
             aside.rename(final)
         raise
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     if os.path.lexists(aside):
         _discard(aside)
 
@@ -152,7 +155,7 @@ def _discard(path: Path) -> None:
     """Delete a checkpoint: its name first, then its files."""
     doomed = path.with_name(f".staging-removed-{path.name}-{os.getpid()}")
     path.rename(doomed)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     _remove(doomed)
 
 
@@ -192,7 +195,7 @@ def _looks_whole(path: Path) -> bool:
     return manifest.step == named_step(path)  # under another name it is none that `latest` would open
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Make renames and new names in a directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

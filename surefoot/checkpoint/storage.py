@@ -1,48 +1,24 @@
-"""DCP's file readers and writers, narrowed: what is written is hashed and synced, what is read can only be tensors."""
+"""A rank's file of tensors: hashed and synced as it is written, read as data, in DCP's format."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+import torch
+from torch import Tensor
 
-from surefoot.checkpoint.archive import read_tensor
-from surefoot.checkpoint.inert import ForeignError
-from surefoot.checkpoint.manifest import DAMAGED, FileRecord, open_regular, reason
-from surefoot.checkpoint.metadata import tensor_metadata
-from surefoot.config import CheckpointError
+from surefoot.checkpoint.manifest import FileRecord
+from surefoot.checkpoint.parts import Part, PartRecord
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-def call_dcp(action: Callable[[], object]) -> None:
-    """Run a DCP call in this process alone; what failed inside it is raised as itself."""
-    try:
-        with warnings.catch_warnings():
-            # DCP remarks on every call without a process group.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            action()
-    except CheckpointException as error:
-        failure: BaseException = next(iter(error.failures.values()))[0]
-        # An interrupt leaves torch's writer half-way, which then complains of something else.
-        context: BaseException | None = failure
-        while context is not None:
-            if not isinstance(context, Exception):
-                raise context from None
-            context = context.__context__
-        raise failure from None
 
 
 class HashedFile(io.BufferedWriter):
@@ -89,92 +65,54 @@ class HashedFile(io.BufferedWriter):
             raise
 
 
-class HashingFileSystem(FileSystem):
-    """DCP's view of one directory: every stream is a `HashedFile`, recorded under its final name."""
+@dataclass(frozen=True)
+class Written:
+    """What one rank has put into a checkpoint's directory."""
 
-    def __init__(self) -> None:
-        self.files: dict[str, FileRecord] = {}
-        self.failure: OSError | None = None
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """A new file; `mode` is always "wb" in a save."""
-        if mode != "wb":
-            raise ValueError(f"a save opens files to write, not {mode!r}")
-        stream = HashedFile(Path(path))
-        try:
-            with stream:
-                yield stream
-        finally:
-            self.failure = self.failure or stream.failure
-        self.files[Path(path).name] = stream.record()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file and its record."""
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+    files: dict[str, FileRecord]
+    parts: tuple[PartRecord, ...]
 
 
-class Writer(FileSystemWriter):
-    """DCP's writer into a new directory, in bytes that depend on nothing but the tensors."""
+def write_parts(directory: Path, rank: int, parts: Iterable[tuple[str, Part]]) -> Written:
+    """Write a rank's named parts into a file of its own, one after another; no file where there are none."""
+    remaining = iter(parts)
+    item = next(remaining, None)
+    if item is None:
+        return Written({}, ())
+    file = f"__{rank}_0.distcp"
+    records = []
+    stream = HashedFile(directory / file)
+    try:
+        with stream:
+            while item is not None:
+                name, part = item
+                offset = stream.tell()
+                torch.save(_compact(part.tensor), stream)
+                records.append(PartRecord(name, part.record, part.box, file, offset, stream.tell() - offset))
+                item = next(remaining, None)
+    except Exception as error:
+        raise _cause(error, stream) from None
+    return Written({file: stream.record()}, tuple(records))
 
-    def __init__(self, directory: Path, file_system: HashingFileSystem) -> None:
-        super().__init__(directory, sync_files=False)
-        self.fs = file_system
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Nothing: DCP would put this machine's path and a random number into the metadata."""
-        return None
+def write_bytes(file: Path, data: bytes) -> FileRecord:
+    """Write a small file."""
+    with HashedFile(file) as stream:
+        stream.write(data)
+    return stream.record()
 
 
-class Reader(FileSystemReader):
-    """DCP's reader over metadata that was checked before; opens only the files it names, and takes only tensors."""
+def _compact(tensor: Tensor) -> Tensor:
+    """A tensor in host memory that brings nothing but its own elements along."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return host.clone() if host.untyped_storage().nbytes() != host.numel() * host.itemsize else host
 
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-        self._directory = directory
-        self._parts = {
-            MetadataIndex(name, chunk.offsets): (tensor.properties.dtype, chunk.sizes)
-            for name, tensor in tensor_metadata(metadata).items()
-            for chunk in tensor.chunks
-        }
 
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """The checked metadata; the file is not opened again."""
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors; `CheckpointError` where the file holds anything else."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            if item.type != LoadItemType.TENSOR:
-                raise CheckpointError(f"{self._directory}: holds a pickled object, which is never loaded; it {DAMAGED}")
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            file = self._directory / name
-            try:
-                with open_regular(file) as stream:
-                    for item in items:
-                        info = self.storage_data[item.storage_index]
-                        stream.seek(info.offset)
-                        self._fill(file, item, stream.read(info.length), planner)
-            except OSError as error:
-                raise CheckpointError(f"{file}: cannot be read ({reason(error)}); the checkpoint {DAMAGED}") from None
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _fill(self, file: Path, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
-        name = item.storage_index.fqn
-        try:
-            source = read_tensor(data)
-        except ForeignError as error:
-            raise CheckpointError(f"{file}: the part for {name!a:.120} {error}; the checkpoint {DAMAGED}") from None
-        if (source.dtype, source.shape) != self._parts[item.storage_index]:
-            raise CheckpointError(f"{file}: holds another tensor than {name!a:.120}; the checkpoint {DAMAGED}")
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            source = source.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(source)
-        planner.commit_tensor(item, target)
+def _cause(error: Exception, stream: HashedFile) -> BaseException:
+    """What made a write fail: torch's writer, left half-way by a full disk or an interrupt, complains of something else."""
+    context: BaseException | None = error
+    while context is not None:
+        if not isinstance(context, Exception):
+            return context
+        context = context.__context__
+    return error if stream.failure is None else stream.failure

@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from surefoot.data.dataset import Batch
-from surefoot.dist.collectives import sum_
+from surefoot.dist.collectives import max_, sum_
 from surefoot.dist.mesh import AXES, DATA, Mesh
+from surefoot.dist.objects import all_objects
 from surefoot.optim.base import Param
 
 
 class StepFacts(NamedTuple):
-    """Of the whole step, equal on all ranks: valid tokens, bytes of text, whether any rank was told to stop, and a hash of
-    all token ids in the order of samples."""
+    """Of the whole step, equal on all ranks: valid tokens, bytes of text, whether any rank was told to stop or still writes
+    a checkpoint, and a hash of all token ids in the order of samples."""
 
     num_tokens: int
     num_bytes: float
     is_stopping: bool
+    is_writing: bool
     digest: str
 
 
@@ -59,19 +61,19 @@ class Ranks:
         first = self.mesh.index(*DATA) * size
         return slice(first, first + size)
 
-    def facts(self, batch: Batch, *, is_stopping: bool) -> StepFacts:
+    def facts(self, batch: Batch, *, is_stopping: bool, is_writing: bool) -> StepFacts:
         """What this rank's part of a batch adds up to over all ranks."""
         count = len(batch.tokens_BL)
         words_BW = torch.zeros((count * self.mesh.size(*DATA), 4), dtype=torch.int64)
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(4, dtype=torch.float64)
         if self._brings_samples:
             rows = [np.frombuffer(hashlib.sha256(ids.tobytes()).digest(), np.int64) for ids in batch.tokens_BL]
             words_BW[self.own(len(words_BW))] = torch.from_numpy(np.stack(rows))
             totals[0], totals[1] = batch.num_tokens, batch.num_bytes
-        totals[2] = float(is_stopping)
+        totals[2], totals[3] = float(is_stopping), float(is_writing)
         words_BW, totals = (sum_(tensor.to(self.device), self.group).cpu() for tensor in (words_BW, totals))
         digest = hashlib.sha256(words_BW.numpy().tobytes()).hexdigest()
-        return StepFacts(int(totals[0]), float(totals[1]), bool(totals[2]), digest)
+        return StepFacts(int(totals[0]), float(totals[1]), bool(totals[2]), bool(totals[3]), digest)
 
     def sums(self, *values: float) -> list[float]:
         """Sums of losses over all tokens of all ranks."""
@@ -88,11 +90,28 @@ class Ranks:
         found = sum_(squares, self.group).tolist()
         return {param.name: square**0.5 if seen else None for param, (square, seen) in zip(params, found, strict=True)}
 
-    def whole(self, tensor: Tensor, param: Param) -> Tensor:
-        """A tensor of which each rank holds the part that it holds of `param`, on every rank; others come back as they are."""
-        if param.place is None or self.group is None or tensor.shape != param.tensor.shape:
-            return tensor.detach()
-        full = torch.zeros(param.place.shape, dtype=tensor.dtype, device=tensor.device)
-        if param.place.counts:
-            full[param.place.box.slices] = tensor.detach()
-        return sum_(full, self.group)
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag whether any rank has it set."""
+        found = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        return [bool(flag) for flag in max_(found, self.group).tolist()]
+
+    def weights(self, params: Sequence[Param]) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of the model, whole and bit for bit, by name; all ranks go through them together, one at a time.
+
+        Ranks of different pipeline stages may hold different ones.
+        """
+        own = {param.name: param for param in params}
+        described = {name: (param.shape, param.tensor.dtype) for name, param in own.items()}
+        for stage in all_objects(described, self.mesh.group("pipeline")):
+            described |= stage
+        for name in sorted(described):
+            shape, dtype = described[name]
+            param = own.get(name)
+            if self.group is None or (param is not None and param.place is None):
+                yield name, own[name].tensor.detach()
+                continue
+            full = torch.zeros(shape, dtype=dtype, device=self.device)
+            if param is not None and param.place is not None and param.place.counts:
+                full[param.place.box.slices] = param.tensor.detach()
+            sum_(full.view(-1).view(torch.uint8), self.group)  # bytes plus zeros: no sign of a zero is lost
+            yield name, full

@@ -9,6 +9,7 @@ import hashlib
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,12 @@ def gather(
     }
 
 
-def weights_hash(tensors: dict[str, Tensor]) -> str:
-    """sha256 over names and bytes of the weights: equal exactly when every weight is bitwise equal."""
+def weights_hash(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over names and bytes of the weights, which come by name: equal exactly when every weight is bitwise equal."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
+    for name, tensor in weights:
         digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surefoot.checkpoint.load import Checkpoint, read_tensors
+from surefoot.checkpoint.agreed import together
+from surefoot.checkpoint.load import Checkpoint, read_parts, read_tensors
+from surefoot.checkpoint.parts import Part, whole, whole_box
+from surefoot.checkpoint.read import fill
 from surefoot.config import CheckpointError, Config, RunError, flatten
-from surefoot.dist.layout import Place
+from surefoot.dist.layout import Box, Place
+from surefoot.dist.mesh import AXES
 from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import materialise, named_weights
 from surefoot.optim.base import Optimizer, Param
@@ -55,31 +60,63 @@ def laid_params(laid: Laid) -> list[Param]:
     return [Param(local.name, local.part, local.axes, Place(local.layout, laid.mesh)) for local in laid.locals]
 
 
-def tensors_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole: `model/<weight>`, `optim/<weight>/<moment>` and the generators' states."""
-    tensors = {f"model/{param.name}": ranks.whole(param.tensor, param) for param in params}
+def parts_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Part]:
+    """What this rank writes of a checkpoint, not copied: `model/<weight>`, `optim/<weight>/<moment>`, generators' states.
+
+    Each entry of each tensor is written by one rank: the one whose copy counts.
+    """
+    parts: dict[str, Part] = {}
     state = optimizer.state()
     for param in params:
-        for moment, tensor in state[param.name].items():
-            tensors[f"optim/{param.name}/{moment}"] = ranks.whole(tensor, param)
-    tensors["random/cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["random/cuda"] = torch.cuda.get_rng_state()
-    return tensors
+        named = {f"model/{param.name}": param.tensor}
+        named |= {f"optim/{param.name}/{moment}": tensor for moment, tensor in state[param.name].items()}
+        for name, tensor in named.items():
+            part = _part(tensor.detach(), param)
+            if part is not None:
+                parts[name] = part
+    if ranks.is_first:
+        parts["random/cpu"] = whole(torch.get_rng_state())
+        if torch.cuda.is_available():
+            parts["random/cuda"] = whole(torch.cuda.get_rng_state())
+    return parts
+
+
+def _part(tensor: Tensor, param: Param) -> Part | None:
+    """What this rank writes of a tensor that lies as `param` does, or that is whole on every rank (a count of steps)."""
+    place = param.place
+    if place is None:
+        return whole(tensor)
+    is_first = place.counts and not any(place.mesh.coordinates[axis] for axis in AXES if axis != "pipeline")
+    if tensor.shape != param.tensor.shape:
+        return whole(tensor) if is_first else None
+    if not place.counts or (tensor.numel() == 0 and not (is_first and 0 in place.shape)):
+        return None
+    return Part(place.shape, place.box, tensor)
 
 
 def load_weights(checkpoint: Checkpoint, params: list[Param]) -> None:
     """Put a checkpoint's weights, or this rank's parts of them, in place; `CheckpointError` where they are not this model's."""
-    weights = read_tensors(checkpoint, "model/")
-    wanted = {param.name: param for param in params}
-    if weights.keys() != wanted.keys():
-        odd = sorted(weights.keys() ^ wanted.keys())[0]
-        raise CheckpointError(f"{checkpoint.path}: weight {odd} is in {'it' if odd in weights else 'the model'} only")
-    with torch.no_grad():
-        for name, param in wanted.items():
-            if param.shape != tuple(weights[name].shape):
-                raise CheckpointError(f"{checkpoint.path}: {name} is {tuple(weights[name].shape)}, not {param.shape}")
-            param.tensor.copy_(part_of(weights[name], param))
+    boxes = {}
+    for param in params:
+        name = f"model/{param.name}"
+        if name not in checkpoint.tensors:
+            raise CheckpointError(f"{checkpoint.path}: weight {param.name} is in the model only")
+        shape = checkpoint.tensors[name].shape
+        if param.shape != shape:
+            raise CheckpointError(f"{checkpoint.path}: {param.name} is {shape}, not {param.shape}")
+        boxes[name] = (_box(shape, param), param.tensor)
+    fill(checkpoint.path, checkpoint.metadata, boxes)
+
+
+def _refuse_other_weights(checkpoint: Checkpoint, held: Collection[str]) -> None:
+    odd = sorted(name for name in checkpoint.tensors if name.startswith("model/") and name[6:] not in held)
+    if odd:
+        raise CheckpointError(f"{checkpoint.path}: weight {odd[0][6:]} is in it only")
+
+
+def _box(shape: tuple[int, ...], param: Param) -> Box:
+    """This rank's part of a tensor that lies as `param` does; all of others (a count of steps)."""
+    return whole_box(shape) if param.place is None or shape != param.place.shape else param.place.box
 
 
 def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decoder:
@@ -87,20 +124,36 @@ def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decode
     with torch.device("meta"):
         model = run.model.build().to(run.precision.weight_dtype)
     materialise(model, device)
-    load_weights(checkpoint, named_params(model))
+    params = named_params(model)
+    _refuse_other_weights(checkpoint, {param.name for param in params})
+    load_weights(checkpoint, params)
     return model
 
 
-def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -> Progress:
-    """Put a checkpoint's weights, moments and generator states in place and return its counters."""
-    load_weights(checkpoint, params)
+def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer, ranks: Ranks) -> Progress:
+    """Put a checkpoint's weights, moments and generator states in place on all ranks and return its counters.
+
+    Each rank reads what it holds; `CheckpointError`, on all ranks, where the checkpoint is not of this model and optimizer.
+    """
+    own = {param.name: param for param in params}
+    names = sorted({weight for name in checkpoint.tensors if (weight := _weight_of(name)) is not None})
+    held = {name for name, is_held in zip(names, ranks.any_of([name in own for name in names]), strict=True) if is_held}
+    return together(lambda: _restore(checkpoint, own, held, optimizer), ranks.group)
+
+
+def _restore(checkpoint: Checkpoint, own: dict[str, Param], held: set[str], optimizer: Optimizer) -> Progress:
+    _refuse_other_weights(checkpoint, held)
+    load_weights(checkpoint, list(own.values()))
+    boxes = {}
+    for full_name, record in checkpoint.tensors.items():
+        name = _weight_of(full_name)
+        # One that no rank holds is kept, so that the optimizer refuses it by name.
+        if full_name.startswith("optim/") and (name in own or name not in held):
+            boxes[full_name] = _box(record.shape, own[name]) if name in own else whole_box(record.shape)
     moments: dict[str, dict[str, Tensor]] = {}
-    for full_name, tensor in read_tensors(checkpoint, "optim/").items():
-        name, _, moment = full_name.rpartition("/")
+    for full_name, tensor in read_parts(checkpoint, boxes).items():
+        name, _, moment = full_name.removeprefix("optim/").rpartition("/")
         moments.setdefault(name, {})[moment] = tensor
-    for param in params:
-        if param.name in moments:
-            moments[param.name] = {key: part_of(tensor, param) for key, tensor in moments[param.name].items()}
     optimizer.restore(moments)
     random = read_tensors(checkpoint, "random/")
     torch.set_rng_state(random["cpu"])
@@ -112,11 +165,10 @@ def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -
     return Progress(**progress)
 
 
-def part_of(full: Tensor, param: Param) -> Tensor:
-    """This rank's part of a whole tensor that lies as `param` does; others (a count of steps) as they are."""
-    if param.place is None or tuple(full.shape) != param.place.shape:
-        return full
-    return full[param.place.box.slices]
+def _weight_of(name: str) -> str | None:
+    """The weight to which a tensor of a checkpoint belongs; None for a generator's state."""
+    kind, _, rest = name.partition("/")
+    return {"model": rest, "optim": rest.rpartition("/")[0]}.get(kind)
 
 
 def compare_configurations(saved: Config, wanted: Config, accepted: tuple[str, ...]) -> list[str]:

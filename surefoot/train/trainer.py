@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from surefoot.checkpoint.load import latest
-from surefoot.checkpoint.save import retain, save
+from surefoot.checkpoint.saver import Mode, Saver
 from surefoot.config import ConfigError, RunError, fingerprint
 from surefoot.data.dataset import Dataset
 from surefoot.data.loader import Loader
@@ -31,7 +31,7 @@ from surefoot.train.agree import Ranks, StepFacts
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
 from surefoot.train.run import Run
-from surefoot.train.state import Progress, compare_machines, laid_params, restore, tensors_of
+from surefoot.train.state import Progress, compare_machines, laid_params, parts_of, restore
 from surefoot.train.step import StepResult, take_step
 
 Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
@@ -53,17 +53,19 @@ class Trainer:
         self.dtype = run.precision.compute_dtype
         self.stop_signal: int | None = None
         self.agreed_to_stop = False
+        self.is_written = False
 
     def fit(self) -> bool:
         """Train from the newest complete checkpoint, or from the start, to the last step or a signal to stop."""
         try:
             self._set_up()
-            with self._signals(), self._loader() as loader:
-                self._announce_start()
-                while self.progress.step < self.run.train.num_steps and not self._stops:
-                    self._step(loader)
-                    self._after_step()
-            return self._finish()
+            with self.saver:
+                with self._signals(), self._loader() as loader:
+                    self._announce_start()
+                    while self.progress.step < self.run.train.num_steps and not self._stops:
+                        self._step(loader)
+                        self._after_step()
+                return self._finish()
         finally:
             for hook in self.hooks:
                 hook.close()
@@ -106,17 +108,18 @@ class Trainer:
         self.flops_per_token = flops_per_token(build_meta(run.model), run.data.sequence_length)["causal"]
         self.peak = peak_flops(self.device, self.dtype)
         self.facts = gather(run, self.dataset, self.optimizer, self.device, self.peak)
+        self.saver = Saver(self.folder.checkpoints, run.checkpoint, self.ranks.group, self._say)
         self.progress = self._resume()
 
     def _resume(self) -> Progress:
-        checkpoint = latest(self.folder.checkpoints, announce=self._say)
+        checkpoint = latest(self.folder.checkpoints, announce=self._say, group=self.ranks.group)
         saved_facts = self.folder.read_json("facts.json")
         if checkpoint is None:
             if saved_facts:
                 self._say("no complete checkpoint: starting again from step 0")
             progress = Progress()
         else:
-            progress = restore(checkpoint, self.params, self.optimizer)
+            progress = restore(checkpoint, self.params, self.optimizer, self.ranks)
             self.laid.after_step()
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
             for line in compare_machines(saved_facts, self.facts):
@@ -159,7 +162,8 @@ class Trainer:
         batch = next(loader)
         data_seconds = time.perf_counter() - started
         factor = run.schedule(progress_of(self.progress.step, run.train.num_steps))
-        facts = self.ranks.facts(batch, is_stopping=self.stop_signal is not None)
+        facts = self.ranks.facts(batch, is_stopping=self.stop_signal is not None, is_writing=self.saver.is_writing)
+        self.is_written = not facts.is_writing
         self.update_meter.before()
         result = take_step(
             self.laid,
@@ -230,6 +234,8 @@ class Trainer:
 
     def _after_step(self) -> None:
         step, observe = self.progress.step, self.run.observe
+        if self.is_written:  # by all ranks, as they have agreed in this step
+            self.saver.settle()
         if step == self.run.train.num_steps:
             return
         if observe.evaluate_every is not None and step % observe.evaluate_every == 0:
@@ -238,7 +244,7 @@ class Trainer:
             self._sample()
         every = self.run.checkpoint.every
         if every is not None and step % every == 0:
-            self._save()
+            self._save(self.run.checkpoint.mode)
 
     # -- what happens between steps ------------------------------------------------------------------------------------
 
@@ -275,16 +281,12 @@ class Trainer:
         for hook in self.hooks:
             hook.on_samples(SampleReport(self.progress.step, completions))
 
-    def _save(self) -> None:
-        state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
-        tensors = tensors_of(self.params, self.optimizer, self.ranks)
-        if not self.ranks.is_first:
-            return
-        save(self.folder.checkpoints, self.progress.step, tensors, state)
-        retain(self.folder.checkpoints, self.run.checkpoint.keep_last, self.run.checkpoint.keep_every)
+    def _save(self, mode: Mode) -> None:
+        state = {"progress": dict(vars(self.progress)), "configuration": fingerprint(self.run)}
+        self.saver.save(self.progress.step, parts_of(self.params, self.optimizer, self.ranks), state, mode)
 
     def _finish(self) -> bool:
-        self._save()
+        self._save("blocking")
         if self.stop_signal is not None and self.progress.step < self.run.train.num_steps:
             self._say(
                 f"stopped by {signal.Signals(self.stop_signal).name} after step {self.progress.step}; "
@@ -293,7 +295,7 @@ class Trainer:
             return False
         heldout = self._evaluate(None if self.run.observe.evaluate_whole else self.run.observe.evaluate_batches)
         self._sample()
-        weights = {param.name: self.ranks.whole(param.tensor, param) for param in self.params}
+        weights = weights_hash(self.ranks.weights(self.params))
         if not self.ranks.is_first:
             return True
         self.folder.write_json("data.json", self.dataset.audit(self.progress.samples))
@@ -302,7 +304,7 @@ class Trainer:
             "seconds": self.progress.seconds,
             "tokens": self.progress.tokens,
             "token_hash": self.progress.token_hash,
-            "weights_sha256": weights_hash(weights),
+            "weights_sha256": weights,
         }
         self.folder.write_json("facts.json", self.facts)
         return True
@@ -312,7 +314,7 @@ class Trainer:
         step = self.progress.step + 1
         place = self.folder.path / "evidence" / f"step-{step:08d}"
         norms = self.ranks.norms(self.params)
-        self._save()
+        self._save("blocking")
         if not self.ranks.is_first:
             return RunError(f"step {step}: a loss or gradient norm is not finite; rank 0 says more")
         batch = self.dataset.batch(self.progress.samples, self.run.train.batch)

@@ -14,9 +14,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from surefoot.checkpoint.load import open_checkpoint, read_tensors
-from surefoot.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, TensorRecord, read_manifest
-from surefoot.checkpoint.save import save
+from surefoot.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    read_manifest,
+    step_name,
+)
+from surefoot.checkpoint.parts import Part, whole
+from surefoot.checkpoint.save import complete, prepare, save, staging_of, state_text
+from surefoot.checkpoint.storage import write_parts
 from surefoot.config import CheckpointError
+from surefoot.dist.layout import Box
 
 DATA = "__0_0.distcp"
 
@@ -33,6 +44,29 @@ def small() -> dict[str, Tensor]:
 
 def save_small(folder: Path, step: int = 1) -> Path:
     return save(folder, step, {name: tensor + step for name, tensor in small().items()}, {"step": step})
+
+
+def cut(tensor: Tensor, *offset_and_shape: tuple[int, ...]) -> Part:
+    """A box of a tensor."""
+    box = Box(*offset_and_shape)
+    return Part(tuple(tensor.shape), box, tensor[box.slices])
+
+
+def save_small_by_ranks(folder: Path, step: int = 1) -> Path:
+    """The same tensors as four ranks write them, each into its file: the matrix in a grid of 2 by 2."""
+    tensors = {name: tensor + step for name, tensor in small().items()}
+    matrix, half = tensors["model/matrix"], tensors["model/half"]
+    parts: list[dict[str, Part]] = [
+        {"model/matrix": cut(matrix, (0, 0), (2, 3)), "step": whole(tensors["step"])},
+        {"model/matrix": cut(matrix, (0, 3), (2, 2)), "model/half": cut(half, (0,), (2,))},
+        {"model/half": cut(half, (2,), (2,)), "model/matrix": cut(matrix, (2, 0), (1, 3))},
+        {"model/matrix": cut(matrix, (2, 3), (1, 2))},
+    ]
+    staging, final = staging_of(folder, step), folder / step_name(step)
+    prepare(staging)
+    written = [write_parts(staging, rank, own.items()) for rank, own in enumerate(parts)]
+    complete(staging, final, step, state_text(final, {"step": step}), written)
+    return final
 
 
 def same(tensor: Tensor, other: Tensor) -> bool:

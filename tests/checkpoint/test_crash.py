@@ -19,9 +19,12 @@ import pytest
 import torch
 
 from surefoot.checkpoint import storage
+from surefoot.checkpoint.config import CheckpointConfig
 from surefoot.checkpoint.load import Checkpoint, latest, open_checkpoint, read_tensors
 from surefoot.checkpoint.manifest import candidates
+from surefoot.checkpoint.parts import whole
 from surefoot.checkpoint.save import retain, save
+from surefoot.checkpoint.saver import Saver
 from surefoot.config import CheckpointError
 from tests.checkpoint.forging import save_small
 
@@ -38,13 +41,17 @@ class Moments:
         self.act: Callable[[int, str], None] = lambda _number, _what: None
 
     def hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        if not self.folder or threading.get_ident() != self.thread:
+        if not self.folder or threading.get_ident() not in {self.thread, *self.writers()}:
             return
         if event == "open":
             if str(arguments[0]).startswith(self.folder) and isinstance(arguments[2], int):
                 self.happen("create" if arguments[2] & os.O_CREAT else "open")
         elif event in CHANGES and (str(arguments[0]).startswith(self.folder) or event in {"os.remove", "os.rmdir"}):
             self.happen(event)
+
+    @staticmethod
+    def writers() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name.startswith("checkpoint of")}
 
     def happen(self, what: str) -> None:
         if self.folder:
@@ -126,10 +133,19 @@ def save_and_delete(folder: Path) -> None:
     retain(folder, 1, None)
 
 
+def save_in_the_background(folder: Path) -> None:
+    """In the thread of a `Saver`, which this thread awaits."""
+    saver = Saver(folder, CheckpointConfig(keep_last=5), None, pytest.fail)
+    with saver:
+        saver.save(2, {"value": whole(torch.tensor(2.0))}, {"value": 2.0}, "asynchronous")
+        saver.finish()
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
     "a new step": lambda folder: save_value(folder, 2, 2.0),
     "the same step": lambda folder: save_value(folder, 1, 2.0),
     "a new step, then deletion": save_and_delete,
+    "a new step in the background": save_in_the_background,
 }
 
 
@@ -242,7 +258,7 @@ def failing(first: int, code: int, lasting: bool, kinds: set[str]) -> Callable[[
 NEEDS_ROOM = {"create", "write", "fsync", "os.mkdir"}
 
 
-@pytest.mark.parametrize("name", ["a new step", "the same step"])
+@pytest.mark.parametrize("name", ["a new step", "the same step", "a new step in the background"])
 @pytest.mark.parametrize(
     ("code", "lasting", "kinds"),
     [
@@ -258,12 +274,11 @@ def test_a_disk_that_fails_at_any_moment(
     scene = SCENES[name]
     names = count_moments(tmp_path / "count", scene)
     renames = [number for number, what in enumerate(names, 1) if what == "os.rename"]
-    published = renames[-1 if name == "a new step" else -2]
-    # The folder is there already, and DCP makes the staging folder again: once, that does not matter.
+    published = renames[-2 if name == "the same step" else -1]
+    # The folder is there already: to fail once to make it does not matter.
     matter = [number for number in range(1, published + 1) if names[number - 1] in kinds]
     if not lasting:
-        made = [number for number in matter if names[number - 1] == "os.mkdir"]
-        matter = [number for number in matter if number not in (made[0], made[-1])]
+        matter.remove(next(number for number in matter if names[number - 1] == "os.mkdir"))
     for moment in moments_of(names):
         folder = tmp_path / f"{moment}"
         save_value(folder, 1, 1.0)

@@ -7,6 +7,7 @@ import enum
 import faulthandler
 import functools
 import io
+import itertools
 import json
 import os
 import pickle
@@ -32,7 +33,18 @@ from surefoot.checkpoint.inert import ForeignError
 from surefoot.checkpoint.load import open_checkpoint, read_tensors
 from surefoot.checkpoint.manifest import MANIFEST, METADATA, FileRecord, Manifest, TensorRecord, read_manifest
 from surefoot.config import CheckpointError
-from tests.checkpoint.forging import DATA, change_metadata, put, put_record, refusal, reseal, same, save_small, small
+from tests.checkpoint.forging import (
+    DATA,
+    change_metadata,
+    put,
+    put_record,
+    refusal,
+    reseal,
+    same,
+    save_small,
+    save_small_by_ranks,
+    small,
+)
 
 
 class Gadget:
@@ -65,9 +77,10 @@ def end_hangs() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return save_small(tmp_path / "run")
+@pytest.fixture(params=[save_small, save_small_by_ranks], ids=["one rank", "four ranks"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    made: Path = request.param(tmp_path / "run")
+    return made
 
 
 @pytest.fixture
@@ -326,7 +339,10 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
         set_chunks(([0, 0], [1, 3]), ([0, 3], [1, 2]), ([1, 0], [2, 3])),
         "do not make up the whole",
     ),
-    "two parts of one place": (set_chunks(([0, 0], [1, 5]), ([0, 0], [2, 5])), "more parts of tensors than"),
+    "two parts of one place": (
+        set_chunks(([0, 0], [1, 5]), ([0, 0], [2, 5])),
+        "more parts of tensors than|do not make up the whole",
+    ),
     "parts in a wheel": (
         set_chunks(([0, 0], [1, 4]), ([0, 4], [2, 1]), ([2, 1], [1, 4]), ([1, 0], [2, 1]), ([1, 1], [1, 3])),
         "do not make up the whole",
@@ -347,6 +363,23 @@ def test_metadata_that_lies(name: str, path: Path) -> None:
     with pytest.raises(CheckpointError, match=text):
         open_checkpoint(path)
     assert METADATA in refusal(path)
+
+
+def test_files_of_ranks_that_are_swapped_or_left_out(tmp_path: Path) -> None:
+    """Hashed and sealed as they lie."""
+    path = save_small_by_ranks(tmp_path / "swapped")
+    files = [path / f"__{rank}_0.distcp" for rank in range(4)]
+    contents = [file.read_bytes() for file in files]
+    for first, second in itertools.combinations(range(4), 2):
+        put(path, files[first].name, contents[second])
+        put(path, files[second].name, contents[first])
+        refusal(path)
+        put(path, files[first].name, contents[first])
+        put(path, files[second].name, contents[second])
+    assert read_tensors(open_checkpoint(path)).keys() == small().keys()
+    files[2].unlink()
+    reseal(path)
+    assert "points at '__2_0.distcp', which is not a file of the checkpoint" in refusal(path)
 
 
 def test_parts_that_make_up_the_whole_are_read(tmp_path: Path) -> None:

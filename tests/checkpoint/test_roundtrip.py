@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from surefoot.checkpoint.archive import DTYPES
 from surefoot.checkpoint.load import latest, load_into, open_checkpoint, read_tensors
@@ -157,6 +160,28 @@ def test_the_same_tensors_give_the_same_bytes(tmp_path: Path) -> None:
     assert files == sorted(file.name for file in two.iterdir())
     for name in files:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+class PlainWriter(FileSystemWriter):
+    """DCP's own, without the path and the random number that it puts into its metadata."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+def test_one_process_writes_what_dcp_writes(tmp_path: Path) -> None:
+    base = torch.randn(8, 9)
+    tensors = small() | {"a": base.t(), "b": base[:, ::2].clone(), "empty": torch.empty(2, 0), "c": base}
+    path = save(tmp_path, 5, tensors, {})
+    with pytest.warns(UserWarning, match="torch.distributed is"):
+        state_dict_saver.save(
+            dict(tensors),
+            storage_writer=PlainWriter(tmp_path / "dcp"),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+    for name in (".metadata", "__0_0.distcp"):
+        assert (path / name).read_bytes() == (tmp_path / "dcp" / name).read_bytes(), name
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -213,22 +213,22 @@ def test_a_hostile_run_file_runs_nothing(command: Command, saved: Path, monkeypa
 def test_out_of_space_keeps_the_previous_checkpoint(
     command: Command, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from surefoot.train import trainer
+    from surefoot.checkpoint import saver
 
-    real_save = trainer.save
+    write_parts = saver.write_parts
 
-    def full_disk(folder: Path, step: int, *arguments: object) -> Path:
-        if step < 4:
-            return real_save(folder, step, *arguments)
+    def full_disk(directory: Path, *arguments: object) -> object:
+        if "step-00000002" in directory.name:
+            return write_parts(directory, *arguments)
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            return real_save(folder, step, *arguments)
+            return write_parts(directory, *arguments)
 
-    monkeypatch.setattr(trainer, "save", full_disk)
+    monkeypatch.setattr(saver, "write_parts", full_disk)
     arguments = ("--set", "train.num_steps=6", "--set", "checkpoint.every=2")
     refused(command("train", saved, *arguments, "--out", "run"), "No space left")
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
-    monkeypatch.setattr(trainer, "save", real_save)
+    monkeypatch.setattr(saver, "write_parts", write_parts)
     code, out, _ = command("train", "--resume", "run")
     assert code == 0
     assert "resuming from" in out

@@ -147,8 +147,8 @@ def save_again(run: Run, path: Path, other: Path) -> None:
         return
     trainer = Trainer(run, RunFolder(path), rank=dist.get_rank())
     trainer._set_up()
-    trainer.folder = RunFolder(other)
-    trainer._save()
+    trainer.saver.folder = RunFolder(other).checkpoints
+    trainer._save("blocking")
 
 
 def test_a_loss_that_is_not_a_number_stops_every_rank(pool: Pool, run: Run, tmp_path: Path) -> None:

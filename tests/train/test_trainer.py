@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
 import os
@@ -16,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.checkpoint.load import latest
-from surefoot.config import ConfigError, RunError
+from surefoot.checkpoint import saver
+from surefoot.checkpoint.load import latest, open_checkpoint, read_tensors
+from surefoot.config import CheckpointError, ConfigError, RunError
 from surefoot.dist.mesh import Mesh
 from surefoot.observe.folder import RunFolder, read_lines
 from surefoot.observe.schema import Hook, StepReport
@@ -154,6 +157,86 @@ def test_hooks_evaluation_and_saving_change_nothing(tiny: Tiny, tmp_path: Path) 
     watched, alone = result(tmp_path / "watched"), result(tmp_path / "alone")
     assert watched["weights_sha256"] == alone["weights_sha256"]
     assert watched["token_hash"] == alone["token_hash"]
+
+
+def test_saving_in_the_background_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """Weights, moments and records at every checkpoint: those of a run that waits for each save."""
+    for mode in ("asynchronous", "blocking"):
+        fit(tiny("checkpoint.every=1", "checkpoint.keep_last=99", f"checkpoint.mode={mode}"), tmp_path / mode)
+    first, second = tmp_path / "asynchronous", tmp_path / "blocking"
+    assert result(first) == result(second)
+    assert metrics(first) == metrics(second)
+    for step in range(1, 9):
+        found, wanted = (
+            read_tensors(open_checkpoint(path / "checkpoints" / f"step-{step:08d}")) for path in (first, second)
+        )
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted if not name.startswith("random/")), step
+
+
+def test_a_disk_that_is_full_ends_the_run_at_the_next_step(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the checkpoints that were there, from which it goes on once there is room."""
+    fit(tiny(), tmp_path / "straight")
+    write = saver.write_parts
+
+    def fail(directory: Path, rank: int, parts: Any) -> Any:
+        if "step-00000004" in directory.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(directory, rank, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_parts", fail)
+        with pytest.raises(CheckpointError, match=r"step-00000004: cannot be saved \(No space left on device\); make"):
+            fit(tiny(), tmp_path / "cut")
+    assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert metrics(tmp_path / "cut")[-1]["step"] in (5, 6)
+    fit(tiny(), tmp_path / "cut")
+    assert result(tmp_path / "cut") == result(tmp_path / "straight")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "straight")
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_killed_while_a_checkpoint_is_written_in_the_background(tiny: Tiny, tmp_path: Path) -> None:
+    """Half of step 4 is on the disk when the process dies in step 5: the run goes on from step 2."""
+    fit(tiny(), tmp_path / "straight")
+    write = saver.write_parts
+
+    def stall(directory: Path, rank: int, parts: Any) -> Any:
+        if "step-00000004" in directory.name:
+            write(directory, rank, itertools.islice(parts, 5))
+            time.sleep(60)
+        return write(directory, rank, parts)
+
+    class Die(Hook):
+        def on_step(self, report: StepReport) -> None:
+            if report.step == 5:
+                while not list((tmp_path / "cut" / "checkpoints").glob(".staging-*/__0_0.distcp")):
+                    time.sleep(0.001)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        saver.write_parts = stall
+        try:
+            fit(tiny(), tmp_path / "cut", (Die(),))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = {path.name.partition("-")[0] for path in (tmp_path / "cut" / "checkpoints").iterdir()}
+    assert left == {"step", ".staging"}
+    said: list[str] = []
+
+    class Listen(Hook):
+        def on_message(self, text: str) -> None:
+            said.append(text)
+
+    fit(tiny(), tmp_path / "cut", (Listen(),))
+    assert any("resuming from" in line and "step-00000002" in line for line in said)
+    assert result(tmp_path / "cut") == result(tmp_path / "straight")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "straight")
+    assert {path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()} == {"step-00000006", "step-00000008"}
 
 
 def test_a_seed_decides_and_micro_batches_do_not(tiny: Tiny, tmp_path: Path) -> None:
