@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surefoot.data.dataset import Batch
 from surefoot.dist.collectives import sum_
+from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import AXES, DATA, Mesh
 from surefoot.optim.base import Param
 
@@ -36,8 +37,9 @@ class StepFacts(NamedTuple):
 class Ranks:
     """All ranks of a run, seen from one of them."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
         self.mesh, self.device = mesh, device
+        self.heartbeat = heartbeat or Heartbeat()
         self.group = mesh.group(*AXES)
         self.is_first = mesh.rank == 0
         self._brings_samples = all(mesh.coordinates[axis] == 0 for axis in AXES if axis not in DATA)

@@ -28,6 +28,11 @@ class TrainConfig(Config):
     seed: int = Field(default=0, ge=0, description="of the initial weights; the data has a seed of its own")
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int | None = Field(default=None, gt=0, description="CPU threads; all cores by default")
+    timeout: float = Field(
+        default=600.0,
+        ge=1,
+        description="seconds, over several ranks: how long one may wait for another, or be in one phase of a step",
+    )
 
     @model_validator(mode="after")
     def _micro_batch_divides(self) -> Self:
@@ -97,7 +102,7 @@ class Run(Config):
 
 Effect = Literal["none", "rounding", "run"]
 
-_NO_EFFECT = ("observe.", "checkpoint.", "name")
+_NO_EFFECT = ("observe.", "checkpoint.", "name", "train.timeout")
 _ROUNDING = ("train.micro_batch", "train.threads", "train.device")
 
 

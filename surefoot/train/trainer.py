@@ -18,6 +18,7 @@ from surefoot.checkpoint.save import retain, save
 from surefoot.config import ConfigError, RunError, fingerprint
 from surefoot.data.dataset import Dataset
 from surefoot.data.loader import Loader
+from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
 from surefoot.models.count import build_meta, flops_per_token
@@ -45,8 +46,15 @@ class Trainer:
     """
 
     def __init__(
-        self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None, rank: int = 0
+        self,
+        run: Run,
+        folder: RunFolder,
+        hooks: Sequence[Hook] = (),
+        complete: Complete | None = None,
+        rank: int = 0,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        self.heartbeat = heartbeat or Heartbeat()
         self.run, self.folder, self.rank = run, folder, rank
         self.hooks = [folder, *hooks] if rank == 0 else []
         self.complete = complete
@@ -86,7 +94,7 @@ class Trainer:
             tune_allocator()
         check(run.plan, run.model, run.data.sequence_length)
         mesh = Mesh(run.plan.grid, self.rank)
-        self.ranks = Ranks(mesh, self.device)
+        self.ranks = Ranks(mesh, self.device, self.heartbeat)
         with self.ranks.first_alone():
             self.dataset: Dataset = run.data.build(announce=self._say)
         if self.dataset.vocab_size > run.model.vocab_size:
@@ -153,6 +161,7 @@ class Trainer:
 
     def _step(self, loader: Loader) -> None:
         run, started = self.run, time.perf_counter()
+        self.heartbeat.enter("data", self.progress.step + 1)
         batch = next(loader)
         data_seconds = time.perf_counter() - started
         factor = run.schedule(progress_of(self.progress.step, run.train.num_steps))
@@ -273,6 +282,7 @@ class Trainer:
             hook.on_samples(SampleReport(self.progress.step, completions))
 
     def _save(self) -> None:
+        self.heartbeat.enter("save")
         state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
         tensors = tensors_of(self.params, self.optimizer, self.ranks)
         if not self.ranks.is_first:
