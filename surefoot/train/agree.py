@@ -25,13 +25,14 @@ from surefoot.optim.base import Param
 
 
 class StepFacts(NamedTuple):
-    """Of the whole step, equal on all ranks: valid tokens, bytes of text, whether any rank was told to stop, and a hash of
-    all token ids in the order of samples."""
+    """Of the whole step, equal on all ranks: valid tokens, bytes of text, whether any rank was told to stop, a hash of
+    all token ids in the order of samples, and the seconds that each rank said it worked."""
 
     num_tokens: int
     num_bytes: float
     is_stopping: bool
     digest: str
+    rank_seconds: tuple[float, ...] = ()
 
 
 class Ranks:
@@ -61,19 +62,19 @@ class Ranks:
         first = self.mesh.index(*DATA) * size
         return slice(first, first + size)
 
-    def facts(self, batch: Batch, *, is_stopping: bool) -> StepFacts:
-        """What this rank's part of a batch adds up to over all ranks."""
+    def facts(self, batch: Batch, *, is_stopping: bool, seconds: float = 0.0) -> StepFacts:
+        """What this rank's part of a batch adds up to over all ranks; `seconds` is how long it has worked."""
         count = len(batch.tokens_BL)
         words_BW = torch.zeros((count * self.mesh.size(*DATA), 4), dtype=torch.int64)
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(3 + self.mesh.grid.num_ranks, dtype=torch.float64)
         if self._brings_samples:
             rows = [np.frombuffer(hashlib.sha256(ids.tobytes()).digest(), np.int64) for ids in batch.tokens_BL]
             words_BW[self.own(len(words_BW))] = torch.from_numpy(np.stack(rows))
             totals[0], totals[1] = batch.num_tokens, batch.num_bytes
-        totals[2] = float(is_stopping)
+        totals[2], totals[3 + self.mesh.rank] = float(is_stopping), seconds
         words_BW, totals = (sum_(tensor.to(self.device), self.group).cpu() for tensor in (words_BW, totals))
         digest = hashlib.sha256(words_BW.numpy().tobytes()).hexdigest()
-        return StepFacts(int(totals[0]), float(totals[1]), bool(totals[2]), digest)
+        return StepFacts(int(totals[0]), float(totals[1]), bool(totals[2]), digest, tuple(totals[3:].tolist()))
 
     def sums(self, *values: float) -> list[float]:
         """Sums of losses over all tokens of all ranks."""

@@ -51,6 +51,11 @@ class ObserveConfig(Config):
     evaluate_whole: bool = Field(default=True, description="whether the last evaluation reads the whole held-out split")
     prompts: tuple[str, ...] = Field(default=(), description="completed at the end and every sample_every steps")
     sample_every: int | None = Field(default=None, gt=0, description="steps")
+    fingerprint_every: int | None = Field(
+        default=100,
+        gt=0,
+        description="steps; whether ranks with copies of weights and moments hold the same bits, also before every save",
+    )
     sample_tokens: int = Field(default=64, gt=0, description="new tokens a completion")
 
 

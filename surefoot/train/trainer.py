@@ -21,6 +21,7 @@ from surefoot.data.loader import Loader
 from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
+from surefoot.dist.waiting import WaitClock
 from surefoot.models.count import build_meta, flops_per_token
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
@@ -29,8 +30,10 @@ from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
 from surefoot.parallel.apply import check, lay_out
 from surefoot.train.agree import Ranks, StepFacts
+from surefoot.train.copies import deviations, held, write_evidence
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
+from surefoot.train.pace import Pace
 from surefoot.train.run import Run
 from surefoot.train.state import Progress, compare_machines, laid_params, restore, tensors_of
 from surefoot.train.step import StepResult, take_step
@@ -59,14 +62,17 @@ class Trainer:
         self.hooks = [folder, *hooks] if rank == 0 else []
         self.complete = complete
         self.dtype = run.precision.compute_dtype
+        self.clock = WaitClock()
+        self.pace = Pace(self.clock)
         self.stop_signal: int | None = None
         self.agreed_to_stop = False
+        self.agreed_step: int | None = None
 
     def fit(self) -> bool:
         """Train from the newest complete checkpoint, or from the start, to the last step or a signal to stop."""
         try:
             self._set_up()
-            with self._signals(), self._loader() as loader:
+            with self._signals(), self._loader() as loader, self.clock:
                 self._announce_start()
                 while self.progress.step < self.run.train.num_steps and not self._stops:
                     self._step(loader)
@@ -112,6 +118,7 @@ class Trainer:
         self.peak = peak_flops(self.device, self.dtype)
         self.facts = gather(run, self.dataset, self.optimizer, self.device, self.peak)
         self.progress = self._resume()
+        self.agreed_step = self.progress.step
 
     def _resume(self) -> Progress:
         checkpoint = latest(self.folder.checkpoints, announce=self._say)
@@ -162,10 +169,11 @@ class Trainer:
     def _step(self, loader: Loader) -> None:
         run, started = self.run, time.perf_counter()
         self.heartbeat.enter("data", self.progress.step + 1)
+        self.pace.begin()
         batch = next(loader)
         data_seconds = time.perf_counter() - started
         factor = run.schedule(progress_of(self.progress.step, run.train.num_steps))
-        facts = self.ranks.facts(batch, is_stopping=self.stop_signal is not None)
+        facts = self.ranks.facts(batch, is_stopping=self.stop_signal is not None, seconds=self.pace.own_seconds)
         self.update_meter.before()
         result = take_step(
             self.laid,
@@ -183,6 +191,7 @@ class Trainer:
         if not result.is_finite:
             raise self._not_finite(result)
         ratios = self.update_meter.after()
+        self.pace.end()
         seconds = time.perf_counter() - started
         self.progress.count(
             facts,
@@ -195,6 +204,9 @@ class Trainer:
         if facts.is_stopping:
             self.agreed_to_stop = True
             self.stop_signal = self.stop_signal or signal.SIGTERM  # some rank was told to: all stop after the same step
+        # On a GPU work and wait look alike to the process.
+        if self.device.type == "cpu" and (line := self.pace.compare(facts.rank_seconds)) is not None:
+            self._say(line)
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
@@ -232,10 +244,14 @@ class Trainer:
             seconds=progress.seconds,
             token_hash=progress.token_hash[:16],
             time=time.time(),
+            slowest_rank=None if self.pace.slowest is None else self.pace.slowest[0],
+            slowest_ratio=None if self.pace.slowest is None else self.pace.slowest[1],
         )
 
     def _after_step(self) -> None:
         step, observe = self.progress.step, self.run.observe
+        if observe.fingerprint_every is not None and step % observe.fingerprint_every == 0:
+            self._compare_copies()
         if step == self.run.train.num_steps:
             return
         if observe.evaluate_every is not None and step % observe.evaluate_every == 0:
@@ -282,6 +298,7 @@ class Trainer:
             hook.on_samples(SampleReport(self.progress.step, completions))
 
     def _save(self) -> None:
+        self._compare_copies()  # so that no checkpoint is made of copies that differ
         self.heartbeat.enter("save")
         state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
         tensors = tensors_of(self.params, self.optimizer, self.ranks)
@@ -289,6 +306,25 @@ class Trainer:
             return
         save(self.folder.checkpoints, self.progress.step, tensors, state)
         retain(self.folder.checkpoints, self.run.checkpoint.keep_last, self.run.checkpoint.keep_every)
+
+    def _compare_copies(self) -> None:
+        """`RunError`, on all ranks, where copies of a tensor differ between ranks."""
+        step = self.progress.step
+        if self.ranks.group is None or self.run.observe.fingerprint_every is None or step == self.agreed_step:
+            return
+        self.heartbeat.enter("check")
+        found = deviations(held(self.laid.data_parallel, self.params, self.optimizer), self.ranks)
+        if not found:
+            self.agreed_step = step
+            return
+        place = self.folder.path / "evidence" / f"step-{step:08d}"
+        if self.ranks.is_first:
+            write_evidence(place, found, step, self.agreed_step)
+        raise RunError(
+            f"step {step}: {found[0].describe()} ({len(found)} tensors in all, see {place}); copies agreed at step "
+            f"{self.agreed_step}; look for a fault of that rank's machine and resume from the last checkpoint, "
+            f"which is of copies that agreed"
+        )
 
     def _finish(self) -> bool:
         self._save()
