@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from surefoot.config import RunError
 from surefoot.dist.collectives import gather
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
@@ -70,6 +71,48 @@ class Deviation:
         if len(self.ranks) == len(self.numbers):
             return f"{self.name}: ranks {shown} hold different bits"
         return f"{self.name}: {who} from the other {len(self.numbers) - len(self.ranks)} that hold it"
+
+
+class CopyCheck:
+    """Looks at one run's tensors now and then, and remembers the step at which their copies last agreed."""
+
+    def __init__(
+        self, data_parallel: DataParallel, params: Sequence[Param], optimizer: Optimizer, ranks: Ranks, folder: Path
+    ) -> None:
+        self._data_parallel, self._params, self._optimizer, self._ranks = data_parallel, params, optimizer, ranks
+        self._folder = folder
+        self.agreed_step = 0
+
+    def check(self, step: int) -> None:
+        """`RunError`, the same on all ranks and with evidence in the folder, where copies differ after `step`."""
+        if self._ranks.group is None or step == self.agreed_step:
+            return
+        self._ranks.heartbeat.enter("check")
+        found = deviations(held(self._data_parallel, self._params, self._optimizer), self._ranks)
+        if not found:
+            self.agreed_step = step
+            return
+        file = self._folder / "evidence" / f"step-{step:08d}" / "copies.json"
+        if self._ranks.is_first:
+            self._write(file, found, step)
+        raise RunError(
+            f"step {step}: {found[0].describe()} ({len(found)} tensors in all, see {file}); copies agreed at step "
+            f"{self.agreed_step}; suspect the machine of a rank that deviates, and resume from the last checkpoint, whose "
+            f"copies agreed"
+        )
+
+    def _write(self, file: Path, found: Sequence[Deviation], step: int) -> None:
+        tensors = [
+            {
+                "name": one.name,
+                "deviating_ranks": one.ranks,
+                "numbers": {rank: f"{number & _MASK:016x}" for rank, number in one.numbers.items()},
+            }
+            for one in found
+        ]
+        evidence = {"step": step, "agreed_at_step": self.agreed_step, "tensors": tensors}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")
 
 
 def held(data_parallel: DataParallel, params: Sequence[Param], optimizer: Optimizer) -> list[Held]:
@@ -162,18 +205,3 @@ def _weights(count: int, device: torch.device) -> Tensor:
     mixed = torch.arange(1, count + 1, device=device) * _ODD
     mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * _MIX
     return (mixed ^ (mixed >> 27 & (1 << 37) - 1)) | 1
-
-
-def write_evidence(place: Path, found: Sequence[Deviation], step: int, agreed_step: int | None) -> None:
-    """Keep what differs, and the number of each rank that holds it, in copies.json."""
-    place.mkdir(parents=True, exist_ok=True)
-    tensors = [
-        {
-            "name": one.name,
-            "deviating_ranks": one.ranks,
-            "numbers": {rank: f"{number & _MASK:016x}" for rank, number in one.numbers.items()},
-        }
-        for one in found
-    ]
-    evidence = {"step": step, "agreed_at_step": agreed_step, "tensors": tensors}
-    (place / "copies.json").write_text(json.dumps(evidence, indent=2) + "\n", encoding="utf-8")

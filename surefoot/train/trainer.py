@@ -30,7 +30,7 @@ from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
 from surefoot.parallel.apply import check, lay_out
 from surefoot.train.agree import Ranks, StepFacts
-from surefoot.train.copies import deviations, held, write_evidence
+from surefoot.train.copies import CopyCheck
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
 from surefoot.train.pace import Pace
@@ -66,7 +66,6 @@ class Trainer:
         self.pace = Pace(self.clock)
         self.stop_signal: int | None = None
         self.agreed_to_stop = False
-        self.agreed_step: int | None = None
 
     def fit(self) -> bool:
         """Train from the newest complete checkpoint, or from the start, to the last step or a signal to stop."""
@@ -118,7 +117,8 @@ class Trainer:
         self.peak = peak_flops(self.device, self.dtype)
         self.facts = gather(run, self.dataset, self.optimizer, self.device, self.peak)
         self.progress = self._resume()
-        self.agreed_step = self.progress.step
+        self.copies = CopyCheck(self.laid.data_parallel, self.params, self.optimizer, self.ranks, self.folder.path)
+        self.copies.agreed_step = self.progress.step
 
     def _resume(self) -> Progress:
         checkpoint = latest(self.folder.checkpoints, announce=self._say)
@@ -251,7 +251,7 @@ class Trainer:
     def _after_step(self) -> None:
         step, observe = self.progress.step, self.run.observe
         if observe.fingerprint_every is not None and step % observe.fingerprint_every == 0:
-            self._compare_copies()
+            self.copies.check(step)
         if step == self.run.train.num_steps:
             return
         if observe.evaluate_every is not None and step % observe.evaluate_every == 0:
@@ -298,7 +298,8 @@ class Trainer:
             hook.on_samples(SampleReport(self.progress.step, completions))
 
     def _save(self) -> None:
-        self._compare_copies()  # so that no checkpoint is made of copies that differ
+        if self.run.observe.fingerprint_every is not None:
+            self.copies.check(self.progress.step)  # no checkpoint is made of copies that differ
         self.heartbeat.enter("save")
         state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
         tensors = tensors_of(self.params, self.optimizer, self.ranks)
@@ -306,25 +307,6 @@ class Trainer:
             return
         save(self.folder.checkpoints, self.progress.step, tensors, state)
         retain(self.folder.checkpoints, self.run.checkpoint.keep_last, self.run.checkpoint.keep_every)
-
-    def _compare_copies(self) -> None:
-        """`RunError`, on all ranks, where copies of a tensor differ between ranks."""
-        step = self.progress.step
-        if self.ranks.group is None or self.run.observe.fingerprint_every is None or step == self.agreed_step:
-            return
-        self.heartbeat.enter("check")
-        found = deviations(held(self.laid.data_parallel, self.params, self.optimizer), self.ranks)
-        if not found:
-            self.agreed_step = step
-            return
-        place = self.folder.path / "evidence" / f"step-{step:08d}"
-        if self.ranks.is_first:
-            write_evidence(place, found, step, self.agreed_step)
-        raise RunError(
-            f"step {step}: {found[0].describe()} ({len(found)} tensors in all, see {place}); copies agreed at step "
-            f"{self.agreed_step}; look for a fault of that rank's machine and resume from the last checkpoint, "
-            f"which is of copies that agreed"
-        )
 
     def _finish(self) -> bool:
         self._save()

@@ -16,6 +16,8 @@ from surefoot.data.loader import Loader
 from surefoot.dist.layout import Layout, Split
 from surefoot.dist.mesh import Grid, make_all_groups
 from surefoot.dist.pool import Pool
+from surefoot.models.count import build_meta
+from surefoot.models.initialise import named_weights
 from surefoot.observe.folder import RunFolder
 from surefoot.parallel.plan import Plan
 from surefoot.train.copies import Deviation, Seen, _compare, _number, _slot, deviations, held
@@ -77,9 +79,6 @@ def run(tiny: Tiny) -> Run:
 
 
 def names(run: Run) -> list[str]:
-    from surefoot.models.count import build_meta
-    from surefoot.models.initialise import named_weights
-
     return [name for name, _, _ in named_weights(build_meta(run.model))]
 
 
