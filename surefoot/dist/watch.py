@@ -188,7 +188,7 @@ class Watch:
             text = json.dumps({"text": verdict.text, "silent": [(sign.process, sign.machine) for sign in silent]})
             self._store.set("watch/verdict", text)
             if self._rank == 0:
-                time.sleep(self._tick)  # the others read it from a store that may end with this process
+                time.sleep(0.5)  # the others read it from a store that may end with this process
         found: dict[str, Any] = json.loads(self._store.get("watch/verdict"))
         return found
 

@@ -31,6 +31,7 @@ class TrainConfig(Config):
     timeout: float = Field(
         default=600.0,
         ge=1,
+        le=1e6,
         description="seconds, over several ranks: how long one may wait for another, or be in one phase of a step",
     )
 

@@ -79,6 +79,7 @@ def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "surefoot:" not in outcome.errors[1] + outcome.errors[2]
 
 
+@pytest.mark.long
 def test_a_rank_that_holds_the_interpreter_lock_is_ended(tmp_path: Path) -> None:
     outcome = Outcome("lock", 1, tmp_path)
     assert outcome.codes[0] == outcome.codes[2] == LOST
@@ -101,6 +102,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     assert "where this rank waited in" in outcome.verdict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_others_end_where_the_store_went_with_its_host(tmp_path: Path, fault: str) -> None:
     outcome = Outcome(fault, 0, tmp_path)
@@ -115,12 +117,14 @@ def test_an_error_of_one_rank_is_told_by_the_others(tmp_path: Path) -> None:
     assert "ValueError: no such sample" in outcome.errors[1]
 
 
+@pytest.mark.long
 def test_a_rank_in_another_collective_is_named(tmp_path: Path) -> None:
     outcome = Outcome("other", 1, tmp_path)
     assert set(outcome.codes) <= {LOST, -signal.SIGABRT}
     assert "rank 1" in outcome.verdict()
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_too_early_is_named(tmp_path: Path) -> None:
     outcome = Outcome("end", 1, tmp_path)
     assert outcome.codes == [LOST, 0, LOST]
