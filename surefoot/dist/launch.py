@@ -7,16 +7,25 @@ would only wait for it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from surefoot.dist.heartbeat import Heartbeat, read_board
+from surefoot.dist.watch import LOST
+
 GRACE = 10.0
-"""Seconds that the others get to end by themselves after one rank failed."""
+"""Seconds that the others get to end by themselves after one rank failed; less where it was for the loss of another."""
+
+GRACE_LOST = 3.0
+BOARD = "SUREFOOT_HEARTBEATS"
+"""Environment variable: the folder where each rank shows its parent where it is."""
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, logs: Path, say: Callable[[str], None]) -> int:
@@ -29,7 +38,9 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs: Path, say: Callable[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    board = Path(tempfile.mkdtemp(prefix="surefoot-ranks-"))
     shared = {
+        BOARD: str(board),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -51,12 +62,13 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs: Path, say: Callable[
             environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # A session of its own: the terminal's Ctrl-C reaches the parent alone, which passes it on once.
             processes.append(_start(command, environment, None if rank == 0 else logs / f"rank-{rank}.log"))
-        return _watch(processes, logs, say)
+        return _watch(processes, logs, board, say)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        shutil.rmtree(board, ignore_errors=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -70,21 +82,22 @@ def _start(command: Sequence[str], environment: dict[str, str], log: Path | None
         )
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path, say: Callable[[str], None]) -> int:
+def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path, board: Path, say: Callable[[str], None]) -> int:
     while all(process.poll() is None for process in processes) or not any(process.poll() for process in processes):
         if all(process.poll() is not None for process in processes):
             return 0
         time.sleep(0.05)
     rank = next(rank for rank, process in enumerate(processes) if process.poll())
     code = processes[rank].returncode
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + (GRACE_LOST if code == LOST else GRACE)
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(0.05)
-    ended = all(process.poll() is not None for process in processes)
+    running = [number for number, process in enumerate(processes) if process.poll() is None]
     # A stop by signal is no failure, and rank 0 has said itself what it refused.
     if code not in {128 + signal.SIGINT, 128 + signal.SIGTERM} and (code != 2 or rank):
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        say(f"rank {rank} {what}" + ("" if ended else "; the others are ended too") + _last_line(logs, rank))
+        others = "".join(f"; rank {number}, still in {read_board(board, number)}, is ended too" for number in running)
+        say(f"rank {rank} {what} in {read_board(board, rank)}{others}{_last_line(logs, rank)}")
     return code if code > 0 else 128 - code
 
 
@@ -94,6 +107,12 @@ def _last_line(logs: Path, rank: int) -> str:
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"; {log} ends with: {lines[-1][:300]}" if lines else f"; {log} is empty"
+
+
+def start_heartbeat(rank: int) -> Heartbeat:
+    """This process's heartbeat, shown to the parent where that is `run_ranks`."""
+    board = os.environ.get(BOARD)
+    return Heartbeat(Path(board) if board else None, rank)
 
 
 def environment_rank() -> tuple[int, int]:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from surefoot.dist.watch import CONSEQUENCES
+
 
 class RankError(Exception):
     """A job failed on some ranks; the text holds the traceback of the first that failed by itself."""
@@ -137,6 +139,5 @@ def _serve(rank: int, num_ranks: int, place: str, jobs: Any, results: Any, timeo
 
 def _cause(failures: dict[int, str]) -> str:
     """The failure that came first by its nature: not one of a rank whose peer went away."""
-    consequences: Sequence[str] = ("Connection closed", "Connection reset", "Broken pipe", "Timed out")
-    own = [text for text in failures.values() if not any(mark in text for mark in consequences)]
+    own = [text for text in failures.values() if not any(mark in text for mark in CONSEQUENCES)]
     return (own or list(failures.values()))[0]

@@ -36,6 +36,8 @@ def join(device: torch.device, timeout: timedelta) -> None:
     """
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # What the flight recorder keeps for a report of a fault; read when the first group is made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = PrefixStore(f"life-{life}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)

@@ -29,8 +29,8 @@ class RunFolder(Hook):
     def create(cls, path: Path, run: Config) -> RunFolder:
         """A new folder holding `run.json`; `RunError` where something already lies there or cannot be written."""
         try:
-            # A launcher may have put the logs of its ranks there already.
-            path.mkdir(parents=True, exist_ok=path.is_dir() and {entry.name for entry in path.iterdir()} == {"logs"})
+            # A launcher may have put the logs of its ranks there already, and a kill may have come before run.json.
+            path.mkdir(parents=True, exist_ok=path.is_dir() and all(_is_prelude(entry) for entry in path.iterdir()))
             write_text(path / "run.json", to_json(run))
         except FileExistsError:
             raise RunError(
@@ -109,6 +109,10 @@ class RunFolder(Hook):
             self._files[name] = (self.path / name).open("a", encoding="utf-8")
         self._files[name].write(json.dumps(clean(record), ensure_ascii=False) + "\n")
         self._files[name].flush()
+
+
+def _is_prelude(entry: Path) -> bool:
+    return entry.name == "logs" or entry.name.startswith(".run.json.")
 
 
 def clean(value: Any) -> Any:

@@ -17,7 +17,9 @@ class StepReport:
     far that were clipped, `update_ratio` rms(update) / rms(weight) by role. `mfu` is causal training FLOPs achieved over
     the device's peak. `memory_bytes` is the process's peak. `tokens` (valid), `flops` (causal), `samples` (position in
     the data order) and `seconds` are totals since step 0. `data_seconds` of `step_seconds` were spent waiting on data.
-    `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step.
+    `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step. `slowest_rank`
+    worked longest in the step before, without its waits for others, and `slowest_ratio` times the median of all ranks;
+    null where that is not known (one rank, a GPU, the first step).
     """
 
     step: int
@@ -41,6 +43,8 @@ class StepReport:
     token_hash: str
     time: float
     sources: dict[str, int] = field(default_factory=dict)
+    slowest_rank: int | None = None
+    slowest_ratio: float | None = None
 
 
 @dataclass(frozen=True)

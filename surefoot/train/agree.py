@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surefoot.data.dataset import Batch
 from surefoot.dist.collectives import max_, sum_
+from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import AXES, DATA, Mesh
 from surefoot.dist.objects import all_objects
 from surefoot.optim.base import Param
@@ -26,20 +27,22 @@ from surefoot.optim.base import Param
 
 class StepFacts(NamedTuple):
     """Of the whole step, equal on all ranks: valid tokens, bytes of text, whether any rank was told to stop or still writes
-    a checkpoint, and a hash of all token ids in the order of samples."""
+    a checkpoint, a hash of all token ids in the order of samples, and the seconds that each rank said it worked."""
 
     num_tokens: int
     num_bytes: float
     is_stopping: bool
     is_writing: bool
     digest: str
+    rank_seconds: tuple[float, ...] = ()
 
 
 class Ranks:
     """All ranks of a run, seen from one of them."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
         self.mesh, self.device = mesh, device
+        self.heartbeat = heartbeat or Heartbeat()
         self.group = mesh.group(*AXES)
         self.is_first = mesh.rank == 0
         self._brings_samples = all(mesh.coordinates[axis] == 0 for axis in AXES if axis not in DATA)
@@ -61,19 +64,20 @@ class Ranks:
         first = self.mesh.index(*DATA) * size
         return slice(first, first + size)
 
-    def facts(self, batch: Batch, *, is_stopping: bool, is_writing: bool) -> StepFacts:
-        """What this rank's part of a batch adds up to over all ranks."""
+    def facts(self, batch: Batch, *, is_stopping: bool, is_writing: bool, seconds: float = 0.0) -> StepFacts:
+        """What this rank's part of a batch adds up to over all ranks; `seconds` is how long it has worked."""
         count = len(batch.tokens_BL)
         words_BW = torch.zeros((count * self.mesh.size(*DATA), 4), dtype=torch.int64)
-        totals = torch.zeros(4, dtype=torch.float64)
+        totals = torch.zeros(4 + self.mesh.grid.num_ranks, dtype=torch.float64)
         if self._brings_samples:
             rows = [np.frombuffer(hashlib.sha256(ids.tobytes()).digest(), np.int64) for ids in batch.tokens_BL]
             words_BW[self.own(len(words_BW))] = torch.from_numpy(np.stack(rows))
             totals[0], totals[1] = batch.num_tokens, batch.num_bytes
-        totals[2], totals[3] = float(is_stopping), float(is_writing)
+        totals[2], totals[3], totals[4 + self.mesh.rank] = float(is_stopping), float(is_writing), seconds
         words_BW, totals = (sum_(tensor.to(self.device), self.group).cpu() for tensor in (words_BW, totals))
         digest = hashlib.sha256(words_BW.numpy().tobytes()).hexdigest()
-        return StepFacts(int(totals[0]), float(totals[1]), bool(totals[2]), bool(totals[3]), digest)
+        num_tokens, num_bytes, stopping, writing, *rank_seconds = totals.tolist()
+        return StepFacts(int(num_tokens), num_bytes, bool(stopping), bool(writing), digest, tuple(rank_seconds))
 
     def sums(self, *values: float) -> list[float]:
         """Sums of losses over all tokens of all ranks."""
@@ -83,12 +87,16 @@ class Ranks:
 
     def norms(self, params: Sequence[Param]) -> dict[str, float | None]:
         """The gradient norm of each logical weight; None where there is no gradient."""
-        squares = torch.zeros((len(params), 2), dtype=torch.float64, device=self.device)
-        for row, param in zip(squares, params, strict=True):
+        own = [param.name for param in params]
+        names = list(dict.fromkeys(name for stage in all_objects(own, self.mesh.group("pipeline")) for name in stage))
+        rows = {name: row for row, name in enumerate(names)}
+        squares = torch.zeros((len(names), 2), dtype=torch.float64, device=self.device)
+        for param in params:
             if param.tensor.grad is not None and param.counts:
+                row = squares[rows[param.name]]
                 row[0], row[1] = param.tensor.grad.double().square().sum(), 1.0
         found = sum_(squares, self.group).tolist()
-        return {param.name: square**0.5 if seen else None for param, (square, seen) in zip(params, found, strict=True)}
+        return {name: square**0.5 if seen else None for name, (square, seen) in zip(names, found, strict=True)}
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag whether any rank has it set."""

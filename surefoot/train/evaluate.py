@@ -38,6 +38,7 @@ def evaluate(
     nll, num_tokens, num_bytes = 0.0, 0, 0.0
     iterator = iter(batches)
     for found in itertools.islice(iterator, max_batches):
+        ranks.heartbeat.enter("evaluate")
         share = _share(found, ranks.own(batch), is_alone=ranks.group is None)
         nll += laid.evaluate(micro_batches(share, micro_batch, device), dtype)
         num_tokens += found.num_tokens

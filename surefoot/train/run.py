@@ -28,6 +28,12 @@ class TrainConfig(Config):
     seed: int = Field(default=0, ge=0, description="of the initial weights; the data has a seed of its own")
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int | None = Field(default=None, gt=0, description="CPU threads; all cores by default")
+    timeout: float = Field(
+        default=600.0,
+        ge=1,
+        le=1e6,
+        description="seconds, over several ranks: how long one may wait for another, or be in one phase of a step",
+    )
 
     @model_validator(mode="after")
     def _micro_batch_divides(self) -> Self:
@@ -46,6 +52,11 @@ class ObserveConfig(Config):
     evaluate_whole: bool = Field(default=True, description="whether the last evaluation reads the whole held-out split")
     prompts: tuple[str, ...] = Field(default=(), description="completed at the end and every sample_every steps")
     sample_every: int | None = Field(default=None, gt=0, description="steps")
+    fingerprint_every: int | None = Field(
+        default=100,
+        gt=0,
+        description="steps; whether ranks with copies of weights and moments hold the same bits, also before every save",
+    )
     sample_tokens: int = Field(default=64, gt=0, description="new tokens a completion")
 
 
@@ -97,7 +108,7 @@ class Run(Config):
 
 Effect = Literal["none", "rounding", "run"]
 
-_NO_EFFECT = ("observe.", "checkpoint.", "name")
+_NO_EFFECT = ("observe.", "checkpoint.", "name", "train.timeout")
 _ROUNDING = ("train.micro_batch", "train.threads", "train.device")
 
 

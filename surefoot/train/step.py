@@ -61,6 +61,7 @@ def take_step(
     The divisor is the step's own token count, so the gradient is the same however the batch is cut. A loss or norm that
     is not finite changes no weight, on any rank.
     """
+    ranks.heartbeat.enter("forward-backward")
     optimizer.zero_grad()
     nll, z = ranks.sums(*laid.accumulate(micro_batches(batch, micro_batch, device), max(1, num_tokens), dtype))
     norm = global_norm(params, ranks.group)
@@ -69,6 +70,7 @@ def take_step(
         coefficient = clip_(gradients_of(params), norm, max_gradient_norm)
     result = StepResult(nll, z, num_tokens, result_norm, coefficient)
     if result.is_finite:
+        ranks.heartbeat.enter("optimizer")
         optimizer.step(scale)
         laid.after_step()
     return result

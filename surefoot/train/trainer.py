@@ -18,8 +18,10 @@ from surefoot.checkpoint.saver import Mode, Saver
 from surefoot.config import ConfigError, RunError, fingerprint
 from surefoot.data.dataset import Dataset
 from surefoot.data.loader import Loader
+from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
+from surefoot.dist.waiting import WaitClock
 from surefoot.models.count import build_meta, flops_per_token
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
@@ -28,8 +30,10 @@ from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
 from surefoot.parallel.apply import check, lay_out
 from surefoot.train.agree import Ranks, StepFacts
+from surefoot.train.copies import CopyCheck
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
+from surefoot.train.pace import Pace
 from surefoot.train.run import Run
 from surefoot.train.state import Progress, compare_machines, laid_params, parts_of, restore
 from surefoot.train.step import StepResult, take_step
@@ -45,12 +49,21 @@ class Trainer:
     """
 
     def __init__(
-        self, run: Run, folder: RunFolder, hooks: Sequence[Hook] = (), complete: Complete | None = None, rank: int = 0
+        self,
+        run: Run,
+        folder: RunFolder,
+        hooks: Sequence[Hook] = (),
+        complete: Complete | None = None,
+        rank: int = 0,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        self.heartbeat = heartbeat or Heartbeat()
         self.run, self.folder, self.rank = run, folder, rank
         self.hooks = [folder, *hooks] if rank == 0 else []
         self.complete = complete
         self.dtype = run.precision.compute_dtype
+        self.clock = WaitClock()
+        self.pace = Pace(self.clock)
         self.stop_signal: int | None = None
         self.agreed_to_stop = False
         self.is_written = False
@@ -60,7 +73,7 @@ class Trainer:
         try:
             self._set_up()
             with self.saver:
-                with self._signals(), self._loader() as loader:
+                with self._signals(), self._loader() as loader, self.clock:
                     self._announce_start()
                     while self.progress.step < self.run.train.num_steps and not self._stops:
                         self._step(loader)
@@ -88,7 +101,7 @@ class Trainer:
             tune_allocator()
         check(run.plan, run.model, run.data.sequence_length)
         mesh = Mesh(run.plan.grid, self.rank)
-        self.ranks = Ranks(mesh, self.device)
+        self.ranks = Ranks(mesh, self.device, self.heartbeat)
         with self.ranks.first_alone():
             self.dataset: Dataset = run.data.build(announce=self._say)
         if self.dataset.vocab_size > run.model.vocab_size:
@@ -110,6 +123,8 @@ class Trainer:
         self.facts = gather(run, self.dataset, self.optimizer, self.device, self.peak)
         self.saver = Saver(self.folder.checkpoints, run.checkpoint, self.ranks.group, self._say)
         self.progress = self._resume()
+        self.copies = CopyCheck(self.laid.data_parallel, self.params, self.optimizer, self.ranks, self.folder.path)
+        self.copies.agreed_step = self.progress.step
 
     def _resume(self) -> Progress:
         checkpoint = latest(self.folder.checkpoints, announce=self._say, group=self.ranks.group)
@@ -159,10 +174,17 @@ class Trainer:
 
     def _step(self, loader: Loader) -> None:
         run, started = self.run, time.perf_counter()
+        self.heartbeat.enter("data", self.progress.step + 1)
+        self.pace.begin()
         batch = next(loader)
         data_seconds = time.perf_counter() - started
         factor = run.schedule(progress_of(self.progress.step, run.train.num_steps))
-        facts = self.ranks.facts(batch, is_stopping=self.stop_signal is not None, is_writing=self.saver.is_writing)
+        facts = self.ranks.facts(
+            batch,
+            is_stopping=self.stop_signal is not None,
+            is_writing=self.saver.is_writing,
+            seconds=self.pace.own_seconds,
+        )
         self.is_written = not facts.is_writing
         self.update_meter.before()
         result = take_step(
@@ -181,6 +203,7 @@ class Trainer:
         if not result.is_finite:
             raise self._not_finite(result)
         ratios = self.update_meter.after()
+        self.pace.end()
         seconds = time.perf_counter() - started
         self.progress.count(
             facts,
@@ -193,6 +216,9 @@ class Trainer:
         if facts.is_stopping:
             self.agreed_to_stop = True
             self.stop_signal = self.stop_signal or signal.SIGTERM  # some rank was told to: all stop after the same step
+        # On a GPU work and wait look alike to the process.
+        if self.device.type == "cpu" and (line := self.pace.compare(facts.rank_seconds)) is not None:
+            self._say(line)
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
@@ -230,10 +256,14 @@ class Trainer:
             seconds=progress.seconds,
             token_hash=progress.token_hash[:16],
             time=time.time(),
+            slowest_rank=None if self.pace.slowest is None else self.pace.slowest[0],
+            slowest_ratio=None if self.pace.slowest is None else self.pace.slowest[1],
         )
 
     def _after_step(self) -> None:
         step, observe = self.progress.step, self.run.observe
+        if observe.fingerprint_every is not None and step % observe.fingerprint_every == 0:
+            self.copies.check(step)
         if self.is_written:  # by all ranks, as they have agreed in this step
             self.saver.settle()
         if step == self.run.train.num_steps:
@@ -282,6 +312,9 @@ class Trainer:
             hook.on_samples(SampleReport(self.progress.step, completions))
 
     def _save(self, mode: Mode) -> None:
+        if self.run.observe.fingerprint_every is not None:
+            self.copies.check(self.progress.step)  # no checkpoint is made of copies that differ
+        self.heartbeat.enter("save")
         state = {"progress": dict(vars(self.progress)), "configuration": fingerprint(self.run)}
         self.saver.save(self.progress.step, parts_of(self.params, self.optimizer, self.ranks), state, mode)
 

@@ -246,7 +246,9 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_later(saved: Path, straight:
     os.kill(int(children.split()[1]), signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     if process.returncode != 0:
-        assert "rank 1 was ended by SIGKILL" in stderr
+        assert "rank 1 was ended by SIGKILL in step" in stderr
+        assert "rank 1 is dead, last seen in" in stderr  # by rank 0, which lost it
+        assert f"continue with: surefoot train --resume {tmp_path / 'run'} --ranks 2" in stderr
         done = subprocess.run(
             command("train", "--resume", str(tmp_path / "run"), "--ranks", "2"),
             capture_output=True,

@@ -344,6 +344,7 @@ def test_every_leaf_has_an_effect_class(tiny: Tiny) -> None:
     from surefoot.config import flatten
 
     effects = {path: effect_of_change(path) for path in flatten(tiny())}
+    assert effects.pop("train.timeout") == "none"
     assert {path.split(".")[0] for path, effect in effects.items() if effect == "none"} == {
         "name",
         "observe",
@@ -405,3 +406,13 @@ def test_killed_at_random_moments_the_end_is_bitwise_the_same(tiny: Tiny, tmp_pa
     fit(run, path)
     assert result(path) == result(tmp_path / "straight")
     assert metrics(path) == metrics(tmp_path / "straight")
+
+
+def test_a_folder_of_which_a_kill_left_only_the_start_is_taken(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / "logs").mkdir(parents=True)
+    (path / ".run.json.123").write_text("{")
+    RunFolder.create(path, tiny())
+    assert (path / "run.json").is_file()
+    with pytest.raises(RunError, match="already exists"):
+        RunFolder.create(path, tiny())

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from surefoot.config import ConfigError, RunError, load_json, override, to_json
-from surefoot.dist.launch import environment_rank, run_ranks
+from surefoot.dist.heartbeat import Heartbeat
+from surefoot.dist.launch import environment_rank, run_ranks, start_heartbeat
 from surefoot.dist.startup import choose_device, join
+from surefoot.dist.watch import MARGIN, Watch
 from surefoot.infer.engine import generate
 from surefoot.infer.sampling import SamplingConfig
 from surefoot.observe.console import ConsoleHook
@@ -27,9 +29,6 @@ from surefoot.report.page import write_report
 from surefoot.train.run import Run
 from surefoot.train.state import compare_configurations
 from surefoot.train.trainer import Trainer
-
-TIMEOUT = timedelta(minutes=10)
-"""After which a rank that waits for another gives up."""
 
 
 def run(
@@ -60,18 +59,26 @@ def run(
         console.on_message(f"{chosen.name} -> {folder.path}")
         for line in changes:
             console.on_message(line)
-    if world > 1:
-        join(choose_device(chosen.train.device), TIMEOUT)
-    trainer = Trainer(chosen, folder, [console], complete, rank)
-    try:
-        finished = trainer.fit()
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    heartbeat = start_heartbeat(rank)
+    trainer = Trainer(chosen, folder, [console], complete, rank, heartbeat)
+    finished = _fit_together(trainer, heartbeat) if world > 1 else trainer.fit()
     if rank == 0:
         page = write_report([folder.path], folder.path / "report.html")
         console.on_message(f"report: {page.resolve()}")
     return 0 if finished else 128 + (trainer.stop_signal or signal.SIGINT)
+
+
+def _fit_together(trainer: Trainer, heartbeat: Heartbeat) -> bool:
+    """As one of several ranks; where others are lost, the process ends here."""
+    timeout = trainer.run.train.timeout
+    # The watch comes first, while everybody still waits where they wait.
+    join(choose_device(trainer.run.train.device), timedelta(seconds=timeout + MARGIN))
+    report = trainer.folder.path / "logs" / f"rank-{trainer.rank}.fault"
+    try:
+        with Watch(heartbeat, timeout, report):
+            return trainer.fit()
+    finally:
+        dist.destroy_process_group()
 
 
 def complete(model: Any, prompt: Sequence[int], num_tokens: int, dtype: torch.dtype) -> list[int]:
@@ -157,7 +164,15 @@ def _launch(path: Path, is_resumed: bool, ranks: int) -> int:
     if not is_resumed and path.exists():
         raise RunError(f"{path}: already exists; continue it with --resume {path} or give --out another name")
     command = [sys.executable, "-c", "from surefoot.cli.main import main; main()", *arguments]
-    return run_ranks(command, ranks, path / "logs", lambda text: print(f"surefoot: {text}", file=sys.stderr))
+
+    def say(text: str) -> None:
+        print(f"surefoot: {text}", file=sys.stderr)
+
+    code = run_ranks(command, ranks, path / "logs", say)
+    # After a stop or a refusal rank 0 has said how to go on.
+    if code not in {0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM} and (path / "run.json").is_file():
+        say(f"continue with: surefoot train --resume {path} --ranks {ranks}")
+    return code
 
 
 def _numbered(name: str) -> Iterator[Path]:
