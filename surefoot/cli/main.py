@@ -73,9 +73,13 @@ def train(
         int | None,
         typer.Option("--ranks", min=1, help="Train as this many processes on this machine; see plan.* for the layout."),
     ] = None,
+    goes_on: Annotated[
+        bool,
+        typer.Option("--continue", help="With --out: start the run, or continue it where the folder holds it already."),
+    ] = False,
 ) -> None:
     """Train a recipe, or continue a run."""
-    raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks))
+    raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks, goes_on))
 
 
 @app.command()
