@@ -82,7 +82,11 @@ def run(
         for line in choice.changes:
             console.on_message(line)
     if world > 1:
-        join(choose_device(chosen.train.device), TIMEOUT)
+        try:
+            device = choose_device(chosen.train.device)
+        except ValueError as error:
+            raise ConfigError("train.device", chosen.train.device, str(error)) from None
+        join(device, TIMEOUT)
     trainer = Trainer(chosen, folder, [console], complete, rank)
     try:
         finished = trainer.fit()
