@@ -223,7 +223,7 @@ STEPS = 200
 
 SRUN = f"""#!{sys.executable}
 '''srun as far as signals go: SIGTERM reaches every process of the step, torchrun and its ranks alike.'''
-import os, pathlib, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys, time
 
 words = sys.argv[1:]
 while words[0].startswith("--"):
@@ -242,8 +242,10 @@ def forward(number, frame):
     while grown:
         more = {{pid for pid, parent in parents() if parent in family}} - family
         family, grown = family | more, bool(more)
-    for pid in sorted(family, reverse=True):
+    for pid in family - {{child.pid}}:
         os.kill(pid, number)
+    time.sleep(0.05)
+    os.kill(child.pid, number)
 
 signal.signal(signal.SIGTERM, forward)
 sys.exit(child.wait() if child.returncode is None else child.returncode)

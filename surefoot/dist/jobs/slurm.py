@@ -15,6 +15,8 @@ FORBIDDEN = '"\\\n\r'
 _BODY = """\
 step=
 at_limit=no
+saved() { ls -1 @CHECKPOINTS@ 2>/dev/null || true; }
+before=$(saved)
 stop() { [[ -z $step ]] || kill -TERM "$step" 2>/dev/null || true; }
 # USR1: the time limit is near. TERM: cancelled or preempted; whether that means the queue again is Slurm's decision.
 trap 'at_limit=yes; stop' USR1
@@ -34,6 +36,10 @@ while kill -0 "$step" 2>/dev/null; do # a signal ended the wait, not the step
   wait "$step" || code=$?
 done
 if [[ $at_limit == yes && $code -ne 0 ]]; then
+  if [[ $(saved) == "$before" ]]; then
+    echo "surefoot: no checkpoint came of this time, and none would of the same again; not requeued: raise --time" >&2
+    exit "$code"
+  fi
   echo "surefoot: stopped before the time limit; back to the queue to continue"
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
@@ -73,7 +79,9 @@ def script(job: Job, directory: str, options: Mapping[str, str]) -> str:
             f"cd -- {shlex.quote(directory)}",
             *job.exports(),
             "",
-            _BODY.replace("@COMMAND@", over_lines(step)),
+            _BODY.replace("@CHECKPOINTS@", shlex.quote(f"{job.folder}/checkpoints")).replace(
+                "@COMMAND@", over_lines(step)
+            ),
         ]
     )
 
