@@ -68,6 +68,8 @@ def everything(folder: Path) -> set[Path]:
         ((*SLURM, "--job-name", "a b"), ("--job-name: 'a b'",)),
         ((*SLURM, "--out", 'say "so"'), ("--out", "cannot hold")),
         ((*SLURM, "--out", "two\nlines"), ("--out", "cannot hold")),
+        ((*SLURM, "--out", "a\udcff"), ("--out", "not UTF-8")),
+        ((*KUBERNETES, "--set", "name=a\udcff"), ("--set", "not UTF-8")),
         ((*SLURM, "--set", "train.device=auto"), ("train.device: 'auto'", "train.device=cuda")),
         ((*SLURM, "--set", "train.device=cuda:1"), ("train.device: 'cuda:1'", "use cuda")),
         ((*SLURM, "--set", "plan.tensor=3"), ("plan", "needs 3 ranks", "divide the 4")),

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,9 @@ def job(python: str = "python", folder: str = "/runs/one", **changes: Any) -> Jo
 def tell(tmp_path: Path) -> str:
     """A command that writes what it was given to told.json, under a name that needs quotes itself."""
     file = tmp_path / "it's $(a) python"
-    said = "{'argv': sys.argv[1:], 'words': os.environ['WORDS'], 'omp': os.environ['OMP_NUM_THREADS'], 'cwd': os.getcwd()}"
+    said = (
+        "{'argv': sys.argv[1:], 'words': os.environ['WORDS'], 'omp': os.environ['OMP_NUM_THREADS'], 'cwd': os.getcwd()}"
+    )
     file.write_text(
         f"#!{sys.executable}\nimport json, os, sys\njson.dump({said}, open({str(tmp_path / 'told.json')!r}, 'w'))\n"
     )
@@ -79,7 +80,13 @@ def run(text: str, tmp_path: Path, **environment: str) -> dict[str, Any]:
     file.write_text(text)
     subprocess.run(["bash", "-n", str(file)], check=True)
     done = subprocess.run(
-        ["bash", str(file)], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60
+        ["bash", str(file)],
+        env=os.environ | environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("owned"))
@@ -173,9 +180,7 @@ def test_slurm_options() -> None:
     assert directives(slurm.script(job(folder="/a b/5%"), "/", {}))["output"] == "/a b/5%%/logs/slurm-%j.out"
 
 
-@pytest.mark.parametrize(
-    ("code", "saves", "requeued"), [(0, True, False), (7, True, True), (7, False, False)], ids=str
-)
+@pytest.mark.parametrize(("code", "saves", "requeued"), [(0, True, False), (7, True, True), (7, False, False)], ids=str)
 def test_slurm_puts_back_only_a_run_that_the_limit_cut(
     tmp_path: Path, cluster: Path, code: int, saves: bool, requeued: bool
 ) -> None:
@@ -213,10 +218,11 @@ def test_slurm_passes_a_failure_on(tmp_path: Path, cluster: Path) -> None:
 
 def expand(text: str, variables: dict[str, str]) -> str:
     """What Kubernetes makes of a word: $$ is $, $(NAME) a variable's value where there is one."""
-    known: Callable[[re.Match[str]], str] = lambda match: (
-        "$" if match[0] == "$$" else variables.get(match[1], match[0])
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda match: "$" if match[0] == "$$" else variables.get(match[1], match[0]),
+        text,
     )
-    return re.sub(r"\$\$|\$\(([^)]*)\)", known, text)
 
 
 PLACE = kubernetes.Place("registry:5000/a/b@sha256:0", "claim", "/work", "team")

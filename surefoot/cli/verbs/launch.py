@@ -52,6 +52,11 @@ class Request:
         ):
             if value < least:
                 raise ConfigError(flag, value, f"must be at least {least}: {remedy}")
+        words = {"RECIPE": [self.recipe], "--set": self.sets, "--allow": self.allow}
+        for flag, texts in (words | {"--out": [str(self.out)], "--write": [str(self.write)]}).items():
+            for text in texts:
+                if not text.isascii() and text != text.encode(errors="replace").decode():
+                    raise ConfigError(flag, text, "is not UTF-8, which a job file is written in")
 
     @property
     def num_ranks(self) -> int:
