@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look into the data of a recipe or a run.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+launch_app = typer.Typer(help="Write the job file of a run over several nodes, and submit it.", no_args_is_help=True)
+app.add_typer(launch_app, name="launch")
 
 Recipe = Annotated[
     str, typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder.")
@@ -42,6 +44,17 @@ Allow = Annotated[
         "--allow", metavar="PACKAGE", help="Trust the Config classes of this package when reading a saved run."
     ),
 ]
+Nodes = Annotated[int, typer.Option("--nodes", help="Machines.")]
+RanksPerNode = Annotated[int, typer.Option("--ranks-per-node", help="Processes a machine; as many as it has GPUs.")]
+RunOut = Annotated[
+    Path | None, typer.Option("--out", help="The run folder, to start or to continue; on a disk that all nodes share.")
+]
+JobName = Annotated[str | None, typer.Option("--job-name", help="The recipe's name by default.")]
+Write = Annotated[Path | None, typer.Option("--write", metavar="FILE", help="The file; beside the run by default.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Hand the file over as well.")]
+MaxRestarts = Annotated[int, typer.Option("--max-restarts", help="How often failed ranks are started again.")]
+CpusPerRank = Annotated[int, typer.Option("--cpus-per-rank", help="CPUs, and compute threads, of each process.")]
+Grace = Annotated[int, typer.Option("--grace", metavar="SECONDS", help="From the signal to stop to the end.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -73,9 +86,13 @@ def train(
         int | None,
         typer.Option("--ranks", min=1, help="Train as this many processes on this machine; see plan.* for the layout."),
     ] = None,
+    goes_on: Annotated[
+        bool,
+        typer.Option("--continue", help="With --out: start the run, or continue it where the folder holds it already."),
+    ] = False,
 ) -> None:
     """Train a recipe, or continue a run."""
-    raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks))
+    raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks, goes_on))
 
 
 @app.command()
@@ -152,6 +169,120 @@ def data_inspect(
 ) -> None:
     """Decode any step's batch, or name the steps that see a document."""
     _verb("data").inspect(recipe, sets or [], step, document, rows, allow or [])
+
+
+@launch_app.command("slurm")
+def launch_slurm(
+    recipe: Recipe,
+    nodes: Nodes,
+    ranks_per_node: RanksPerNode,
+    sets: Sets = None,
+    allow: Allow = None,
+    out: RunOut = None,
+    job_name: JobName = None,
+    write: Write = None,
+    submit: Submit = False,
+    max_restarts: MaxRestarts = 3,
+    cpus_per_rank: CpusPerRank = 4,
+    grace: Grace = 120,
+    time: Annotated[str | None, typer.Option("--time", metavar="HH:MM:SS", help="The time limit.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="As sbatch has it.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="As sbatch has it.")] = None,
+) -> None:
+    """An sbatch script: torchrun on each node, a checkpoint before the time limit, then the queue again."""
+    options = {
+        "recipe": recipe,
+        "sets": sets or [],
+        "allow": allow or [],
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "out": out,
+        "job_name": job_name,
+        "write": write,
+        "submit": submit,
+        "max_restarts": max_restarts,
+        "cpus_per_rank": cpus_per_rank,
+        "grace": grace,
+    }
+    _verb("launch").slurm(options, time, partition, account)
+
+
+@launch_app.command("kubernetes")
+def launch_kubernetes(
+    recipe: Recipe,
+    nodes: Nodes,
+    ranks_per_node: RanksPerNode,
+    sets: Sets = None,
+    allow: Allow = None,
+    out: RunOut = None,
+    job_name: JobName = None,
+    write: Write = None,
+    submit: Submit = False,
+    max_restarts: MaxRestarts = 3,
+    cpus_per_rank: CpusPerRank = 4,
+    grace: Annotated[
+        int | None, typer.Option("--grace", metavar="SECONDS", help="JobSet: from SIGTERM to the end.")
+    ] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Has python and surefoot.")] = None,
+    volume_claim: Annotated[
+        str | None, typer.Option("--volume-claim", metavar="PVC", help="Holds run folders and cache.")
+    ] = None,
+    kind: Annotated[str, typer.Option("--kind", help="trainjob (Kubeflow Trainer) or jobset.")] = "trainjob",
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Of the job.")] = None,
+    mount: Annotated[str, typer.Option("--mount", help="Where the pods see the volume.")] = "/surefoot",
+) -> None:
+    """A manifest: a Kubeflow TrainJob or a JobSet, one pod a node."""
+    options = {
+        "recipe": recipe,
+        "sets": sets or [],
+        "allow": allow or [],
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "out": out,
+        "job_name": job_name,
+        "write": write,
+        "submit": submit,
+        "max_restarts": max_restarts,
+        "cpus_per_rank": cpus_per_rank,
+        "grace": grace,
+    }
+    _verb("launch").kubernetes(options, image, volume_claim, kind, namespace, mount)
+
+
+@launch_app.command("torchrun")
+def launch_torchrun(
+    recipe: Recipe,
+    nodes: Nodes,
+    ranks_per_node: RanksPerNode,
+    sets: Sets = None,
+    allow: Allow = None,
+    out: RunOut = None,
+    job_name: JobName = None,
+    write: Write = None,
+    submit: Submit = False,
+    max_restarts: MaxRestarts = 3,
+    cpus_per_rank: CpusPerRank = 4,
+    grace: Grace = 120,
+    head: Annotated[
+        str | None, typer.Option("--head", metavar="HOST[:PORT]", help="The node at which the others meet.")
+    ] = None,
+) -> None:
+    """A shell script to run on each node; with one node, --submit runs it here."""
+    options = {
+        "recipe": recipe,
+        "sets": sets or [],
+        "allow": allow or [],
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "out": out,
+        "job_name": job_name,
+        "write": write,
+        "submit": submit,
+        "max_restarts": max_restarts,
+        "cpus_per_rank": cpus_per_rank,
+        "grace": grace,
+    }
+    _verb("launch").torchrun(options, head)
 
 
 def _verb(name: str) -> ModuleType:

@@ -20,11 +20,21 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes a CUDA device where there is one. `ValueError` says why a named device cannot be used."""
+    """`auto` takes a CUDA device where there is one; of several ranks on a machine each takes its own.
+
+    `ValueError` says why a device cannot be used.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("no CUDA device is visible to PyTorch here; use auto or cpu")
+    if name == "cuda" and (local := os.environ.get("LOCAL_RANK")) is not None:
+        if int(local) >= torch.cuda.device_count():
+            raise ValueError(
+                f"there are {torch.cuda.device_count()} CUDA devices here and this is local rank {local}; start as many "
+                "ranks on a machine as it has devices"
+            )
+        name = f"cuda:{local}"
     return torch.device(name)
 
 
@@ -39,6 +49,8 @@ def join(device: torch.device, timeout: timedelta) -> None:
     # What the flight recorder keeps for a report of a fault; read when the first group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     store = PrefixStore(f"life-{life}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 

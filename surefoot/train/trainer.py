@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -384,7 +385,11 @@ class Trainer:
 
 
 class _Signals:
-    """The first SIGINT or SIGTERM ends the run after the step it is in; the second acts at once."""
+    """The first SIGINT or SIGTERM ends the run after the step it is in; the second acts at once.
+
+    Except for SIGTERM to a rank that was launched: a scheduler signals every process of a job and the launcher passes the
+    signal on, so the second is the same order. It would hit the last checkpoint.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -399,6 +404,8 @@ class _Signals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._trainer.stop_signal = number
+        if number == signal.SIGTERM and "LOCAL_WORLD_SIZE" in os.environ:
+            self._previous[number] = signal.SIG_IGN
         self._restore()
 
     def _restore(self) -> None:

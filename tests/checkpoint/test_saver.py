@@ -34,15 +34,15 @@ Sizes = Mapping[str, int]
 FOUR: Sizes = {"shard": 2, "tensor": 2}
 KEEP_ALL = CheckpointConfig(keep_last=99)
 
-# By name: shape, what cuts it, and, over pipeline ranks, the stages that hold it.
-TENSORS: dict[str, tuple[tuple[int, ...], tuple[Split, ...], tuple[int, ...] | None]] = {
-    "columns": ((8, 6), (Split(0, ("tensor",)), Split(0, ("shard", "context"))), (0,)),
-    "rows": ((5, 9), (Split(1, ("tensor",)), Split(0, ("shard", "context"))), (1,)),
-    "uneven": ((7,), (Split(0, ("tensor",)), Split(0, ("shard", "context"))), (0,)),
-    "one row": ((1, 4), (Split(0, ("shard", "context")),), (1,)),
-    "tied": ((6, 4), (Split(0, ("tensor",)),), (0, 1)),
-    "copied": ((3,), (), (1,)),
-    "count": ((), (), (0,)),
+# By name: shape, what cuts it, and, over pipeline ranks, the stage that holds it.
+TENSORS: dict[str, tuple[tuple[int, ...], tuple[Split, ...], int]] = {
+    "columns": ((8, 6), (Split(0, ("tensor",)), Split(0, ("shard", "context"))), 0),
+    "rows": ((5, 9), (Split(1, ("tensor",)), Split(0, ("shard", "context"))), 1),
+    "uneven": ((7,), (Split(0, ("tensor",)), Split(0, ("shard", "context"))), 0),
+    "one row": ((1, 4), (Split(0, ("shard", "context")),), 1),
+    "tied": ((6, 4), (Split(0, ("tensor",)),), 0),
+    "copied": ((3,), (), 1),
+    "count": ((), (), 0),
 }
 
 
@@ -66,11 +66,9 @@ class Rank:
             return
         self.group = self.mesh.group(*AXES)
         self.places = {
-            name: Place(Layout(shape, splits, stages if self.mesh.size("pipeline") > 1 else None), self.mesh)
-            for name, (shape, splits, stages) in TENSORS.items()
-        }
-        self.places = {
-            name: place for name, place in self.places.items() if place.layout.is_here(self.mesh.coordinates)
+            name: Place(Layout(shape, splits), self.mesh)
+            for name, (shape, splits, stage) in TENSORS.items()
+            if self.mesh.size("pipeline") == 1 or self.mesh.index("pipeline") == stage
         }
 
     def parts(self, step: int) -> dict[str, Part]:

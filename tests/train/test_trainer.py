@@ -131,6 +131,24 @@ def test_a_resumed_run_is_bitwise_the_same(tiny: Tiny, tmp_path: Path, change: s
     assert [line["step"] for line in metrics(tmp_path / "cut")] == list(range(1, 9))
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_launched_rank_takes_a_second_sigterm_for_the_first(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    """A scheduler signals every process of a job, torchrun its ranks: two signals for one order."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    if launched:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    try:
+        stopped = fit(tiny(), tmp_path / "run", (StopAfter(5, signal.SIGTERM), StopAfter(5, signal.SIGTERM)))
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.progress.step == 5
+    assert len(seen) == (0 if launched else 2)
+
+
 def test_the_record_adds_up(tiny: Tiny, tmp_path: Path) -> None:
     run = tiny()
     trainer = fit(run, tmp_path / "run")

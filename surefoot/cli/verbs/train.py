@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ from surefoot.train.state import compare_configurations
 from surefoot.train.trainer import Trainer
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A run, its folder, whether that is new, and what changed since the run in it began."""
+
+    run: Run
+    path: Path
+    is_new: bool
+    changes: tuple[str, ...] = ()
+
+
 def run(
     recipe: str | None,
     sets: list[str],
@@ -39,6 +50,7 @@ def run(
     accept: list[str],
     allow: list[str],
     ranks: int | None,
+    goes_on: bool,
 ) -> int:
     """Train; the exit code is 0 at the end of the run and 128 + signal when it was stopped."""
     rank, world = environment_rank()
@@ -46,18 +58,27 @@ def run(
         raise ConfigError(
             "--ranks", ranks, "is for a process of its own, and this one was started as one of a group; drop it"
         )
-    chosen, path, changes = _choose(recipe, sets, out, resume, accept, allow, ranks or world)
+    if goes_on and out is None:
+        raise ConfigError(
+            "--continue", True, "needs --out RUN, the folder to start or continue; --resume RUN continues only"
+        )
+    # torchrun starts the same command again after a failure
+    goes_on = goes_on or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    choice = choose(recipe, sets, out, resume, accept, allow, ranks or world, goes_on=goes_on)
+    chosen = choice.run
     check(chosen.plan, chosen.model, chosen.data.sequence_length)
+    if not choice.is_new and not torch.cuda.is_available() and chosen.train.device.startswith("cuda"):
+        raise RunError(f"{choice.path}: began on {chosen.train.device}, which is not here; add --set train.device=auto")
     if ranks is not None and ranks > 1:
-        return _launch(path, resume is not None, ranks)
+        return _launch(choice, ranks)
     if world > 1 and out is None and resume is None:
         raise ConfigError("--out", None, "is needed here, so that all ranks and all restarts find one folder; name it")
     console = ConsoleHook()
-    folder = RunFolder(path)
+    folder = RunFolder(choice.path)
     if rank == 0:
-        folder = _take(path, chosen, changes, is_new=resume is None)
+        folder = _take(choice)
         console.on_message(f"{chosen.name} -> {folder.path}")
-        for line in changes:
+        for line in choice.changes:
             console.on_message(line)
     heartbeat = start_heartbeat(rank)
     trainer = Trainer(chosen, folder, [console], complete, rank, heartbeat)
@@ -71,8 +92,12 @@ def run(
 def _fit_together(trainer: Trainer, heartbeat: Heartbeat) -> bool:
     """As one of several ranks; where others are lost, the process ends here."""
     timeout = trainer.run.train.timeout
+    try:
+        device = choose_device(trainer.run.train.device)
+    except ValueError as error:
+        raise ConfigError("train.device", trainer.run.train.device, str(error)) from None
     # The watch comes first, while everybody still waits where they wait.
-    join(choose_device(trainer.run.train.device), timedelta(seconds=timeout + MARGIN))
+    join(device, timedelta(seconds=timeout + MARGIN))
     report = trainer.folder.path / "logs" / f"rank-{trainer.rank}.fault"
     try:
         with Watch(heartbeat, timeout, report):
@@ -87,7 +112,7 @@ def complete(model: Any, prompt: Sequence[int], num_tokens: int, dtype: torch.dt
     return list(generate(model, prompt, num_tokens, choose, dtype=dtype, end=prompt[0]))
 
 
-def _choose(
+def choose(
     recipe: str | None,
     sets: list[str],
     out: Path | None,
@@ -95,32 +120,30 @@ def _choose(
     accept: list[str],
     allow: list[str],
     num_ranks: int,
-) -> tuple[Run, Path, list[str]]:
-    """The run, its folder and what changed since it began; nothing is written."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if resume is None and restarted and out is not None and (out / "run.json").is_file():
-        resume, out = out, None  # torchrun starts the same command again after a failure
+    *,
+    goes_on: bool,
+) -> Choice:
+    """The run over that many ranks and its folder; nothing is written. `goes_on` continues a run that lies in `out`."""
+    if accept and resume is None:
+        raise ConfigError("--accept", accept[0], "goes with --resume only")
+    if resume is not None and out is not None:
+        raise ConfigError("--out", str(out), "does not go with --resume: a run continues in its own folder")
+    if goes_on and out is not None and (out / "run.json").is_file():
+        resume = out
     if resume is None:
         if recipe is None:
             raise ConfigError(
                 "RECIPE", None, "is missing; name a recipe (surefoot recipes lists them) or give --resume RUN"
             )
-        if accept:
-            raise ConfigError("--accept", accept[0], "goes with --resume only")
-        chosen = _over(override(find_recipe(recipe, allow), sets), num_ranks)
-        return chosen, out or next(path for path in _numbered(chosen.name) if not path.exists()), []
-    if out is not None:
-        raise ConfigError("--out", str(out), "does not go with --resume: a run continues in its own folder")
+        chosen = stretch(override(find_recipe(recipe, allow), sets), num_ranks)
+        return Choice(chosen, out or next(path for path in numbered(chosen.name) if not path.exists()), is_new=True)
     RunFolder.open(resume)
     saved = load_json(resume / "run.json", Run, allow=allow)
-    wanted = _over(override(saved if recipe is None else find_recipe(recipe, allow), sets), num_ranks)
-    changes = compare_configurations(saved, wanted, tuple(accept))
-    if not torch.cuda.is_available() and wanted.train.device.startswith("cuda"):
-        raise RunError(f"{resume}: began on {wanted.train.device}, which is not here; add --set train.device=auto")
-    return wanted, resume, changes
+    wanted = stretch(override(saved if recipe is None else find_recipe(recipe, allow), sets), num_ranks)
+    return Choice(wanted, resume, is_new=False, changes=tuple(compare_configurations(saved, wanted, tuple(accept))))
 
 
-def _over(chosen: Run, num_ranks: int) -> Run:
+def stretch(chosen: Run, num_ranks: int) -> Run:
     """The run over that many ranks: what its plan leaves over shards weights, gradients and optimizer state further."""
     needed = chosen.plan.num_ranks
     if needed == num_ranks:
@@ -136,20 +159,24 @@ def _over(chosen: Run, num_ranks: int) -> Run:
     return override(chosen, [f"plan.shard={chosen.plan.shard * (num_ranks // needed)}"])
 
 
-def _take(path: Path, chosen: Run, changes: list[str], *, is_new: bool) -> RunFolder:
+def numbered(name: str) -> Iterator[Path]:
+    """The folders that a run of this name gets by default, in order."""
+    return (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
+
+
+def _take(choice: Choice) -> RunFolder:
     """Make the folder, or open it and keep what changed."""
-    if is_new and not (path / "run.json").exists():
-        return RunFolder.create(path, chosen)
-    if is_new and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return RunFolder.create(path, chosen)  # says that it exists
-    folder = RunFolder.open(path)
-    if changes:
-        write_text(path / "run.json", to_json(chosen))
-        folder.write_json("changes.json", {"changes": [*folder.read_json("changes.json").get("changes", []), *changes]})
+    if choice.is_new:
+        return RunFolder.create(choice.path, choice.run)
+    folder = RunFolder.open(choice.path)
+    if choice.changes:
+        write_text(choice.path / "run.json", to_json(choice.run))
+        before = folder.read_json("changes.json").get("changes", [])
+        folder.write_json("changes.json", {"changes": [*before, *choice.changes]})
     return folder
 
 
-def _launch(path: Path, is_resumed: bool, ranks: int) -> int:
+def _launch(choice: Choice, ranks: int) -> int:
     """The same command as that many ranks; what they say beside rank 0 goes to logs/ in the run folder."""
     arguments = sys.argv[1:]
     for number, argument in enumerate(arguments):
@@ -159,11 +186,12 @@ def _launch(path: Path, is_resumed: bool, ranks: int) -> int:
         if argument.startswith("--ranks="):
             del arguments[number]
             break
-    if not is_resumed and "--out" not in arguments and not any(text.startswith("--out=") for text in arguments):
+    path = choice.path
+    if choice.is_new and "--out" not in arguments and not any(text.startswith("--out=") for text in arguments):
         arguments += ["--out", str(path)]
-    if not is_resumed and path.exists():
+    if choice.is_new and path.exists():
         raise RunError(f"{path}: already exists; continue it with --resume {path} or give --out another name")
-    command = [sys.executable, "-c", "from surefoot.cli.main import main; main()", *arguments]
+    command = [sys.executable, "-m", "surefoot", *arguments]
 
     def say(text: str) -> None:
         print(f"surefoot: {text}", file=sys.stderr)
@@ -173,7 +201,3 @@ def _launch(path: Path, is_resumed: bool, ranks: int) -> int:
     if code not in {0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM} and (path / "run.json").is_file():
         say(f"continue with: surefoot train --resume {path} --ranks {ranks}")
     return code
-
-
-def _numbered(name: str) -> Iterator[Path]:
-    return (Path("runs") / f"{name}-{number}" for number in itertools.count(1))

@@ -1,0 +1,5 @@
+"""`python -m surefoot` is the `surefoot` command."""
+
+from surefoot.cli.main import main
+
+main()
