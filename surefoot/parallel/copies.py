@@ -28,8 +28,10 @@ class Copies:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the copy's gradient to the owner's."""
+        """Add the copy's gradient to the owner's, and drop it: no optimizer knows the copy."""
         gradient = None if self._copy is None else _gradient(self._copy)
+        if self._copy is not None:
+            self._copy.grad = None
         moved = self._move(gradient, self._owner, self._copy_rank, self._owner_rank)
         if self._owner is not None and moved is not None:
             self._owner.grad = _gradient(self._owner) + moved

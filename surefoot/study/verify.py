@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ from surefoot.optim.base import Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import MicroBatch, check, lay_out
 from surefoot.parallel.plan import Plan
+from surefoot.parallel.schedules import Schedule
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
 from surefoot.train.state import laid_params
 
-BATCH, LENGTH, DEPTH, STEPS = 8, 64, 2, 2
+BATCH, LENGTH, DEPTH, STEPS = 16, 64, 2, 2
 MARGIN = 100.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
@@ -61,7 +62,7 @@ class Verdict:
 
 
 def shrunk(run: Run) -> Run:
-    """The run small enough for a laptop: few layers, a short sequence, eight samples a step, fp64, and one process."""
+    """The run small enough for a laptop: few layers, a short sequence, 16 samples a step, fp64, and one process."""
     length = min(LENGTH, run.data.sequence_length)
     small = override(
         run.model_copy(update={"plan": Plan(), "train": run.train.model_copy(update={"micro_batch": None})}),
@@ -75,8 +76,13 @@ def shrunk(run: Run) -> Run:
     return small
 
 
+def deep_enough(run: Run, plan: Plan) -> Run:
+    """The run with a layer for each stage of the plan."""
+    return override(run, [f"model.depth={max(run.model.depth, plan.num_stages)}"])
+
+
 def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
-    """Every combination of data, tensor and context parallelism on at most `num_ranks` ranks that the run allows."""
+    """Every combination of data, tensor, context and pipeline parallelism on at most `num_ranks` ranks that the run allows."""
     data: list[dict[str, Any]] = [
         {},
         {"replicate": 2},
@@ -96,8 +102,12 @@ def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
         *({"context": size, "context_kind": kind} for size in (2, 4) for kind in ("gather", "ulysses", "ring")),
     ]
     tensors: list[dict[str, Any]] = [{"tensor": size} for size in (1, 2, 4)]
+    pipelines: list[dict[str, Any]] = [
+        {},
+        *({"pipeline": size, "schedule": schedule} for size in (2, 4) for schedule in get_args(Schedule)),
+    ]
     found = []
-    for parts in itertools.product(data, tensors, contexts):
+    for parts in itertools.product(pipelines, data, tensors, contexts):
         plan = _legal({key: value for part in parts for key, value in part.items()}, run)
         if plan is not None and 1 < plan.num_ranks <= num_ranks:
             found.append(plan)
@@ -118,22 +128,35 @@ def parse_plan(text: str) -> Plan:
 def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verdict], None]) -> list[Verdict]:
     """A verdict for each plan of a shrunk run; each is announced as it is reached."""
     for plan in plans:
-        check(plan, run.model, run.data.sequence_length)
-        if BATCH % plan.num_data_ranks:
+        check(plan, deep_enough(run, plan).model, run.data.sequence_length)
+        if num_micro_batches(plan) is None:
             raise ConfigError(
-                "plan", plan.describe(), f"must share {BATCH} samples equally over replicate x shard ranks"
+                "plan",
+                plan.describe(),
+                f"must share {BATCH} samples equally over replicate x shard ranks, and each share over micro-batches",
             )
         if plan.num_ranks > pool.num_ranks:
             raise ConfigError("plan", plan.describe(), f"needs {plan.num_ranks} ranks; give --ranks {plan.num_ranks}")
-    reference = one_process(run)
-    noise = noise_of(run, reference)
+    references: dict[int, tuple[list[Share], dict[str, float]]] = {}
     verdicts = []
     for plan in plans:
-        shares = pool.run(trial, run, plan, min(2, BATCH // plan.num_data_ranks))
-        verdict = judge(plan, shares, reference, noise)
+        deep = deep_enough(run, plan)
+        if deep.model.depth not in references:
+            reference = one_process(deep)
+            references[deep.model.depth] = reference, noise_of(deep, reference)
+        shares = pool.run(trial, deep, plan, num_micro_batches(plan))
+        verdict = judge(plan, shares, *references[deep.model.depth])
         announce(verdict)
         verdicts.append(verdict)
     return verdicts
+
+
+def num_micro_batches(plan: Plan) -> int | None:
+    """Of a trial: two at least, and as many as the plan's pipeline wants; None where the plan cannot share the batch."""
+    rank_batch, rest = divmod(BATCH, plan.num_data_ranks)
+    if rest:
+        return None
+    return min(2, rank_batch) if plan.pipeline == 1 else plan.num_micro_batches(rank_batch)
 
 
 def one_process(run: Run, num_micro: int = 1) -> list[Share]:
@@ -266,7 +289,7 @@ def ragged_batch(vocab_size: int, length: int) -> MicroBatch:
 def _legal(values: Mapping[str, Any], run: Run) -> Plan | None:
     try:
         plan = Plan(**values)
-        check(plan, run.model, run.data.sequence_length)
+        check(plan, deep_enough(run, plan).model, run.data.sequence_length)
     except ConfigError:
         return None
-    return plan if BATCH % plan.num_data_ranks == 0 else None
+    return plan if num_micro_batches(plan) is not None else None

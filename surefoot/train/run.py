@@ -22,7 +22,9 @@ class TrainConfig(Config):
     num_steps: int = Field(gt=0, description="optimizer steps; also the horizon of the schedule")
     batch: int = Field(gt=0, description="samples (sequences) an optimizer step, whatever the accumulation")
     micro_batch: int | None = Field(
-        default=None, gt=0, description="samples a forward pass; the whole batch by default"
+        default=None,
+        gt=0,
+        description="samples a forward pass; the whole batch by default, or what keeps a pipeline busy",
     )
     max_gradient_norm: float | None = Field(default=1.0, gt=0, description="clip above this; null never clips")
     seed: int = Field(default=0, ge=0, description="of the initial weights; the data has a seed of its own")
@@ -84,7 +86,27 @@ class Run(Config):
             )
         if micro is not None and (batch // ranks) % micro:
             raise FieldError("train.micro_batch", micro, f"must divide a rank's share of the batch, {batch // ranks}")
+        self._refuse_micro_batches(batch // ranks)
         return self
+
+    def _refuse_micro_batches(self, rank_batch: int) -> None:
+        """A pipeline's schedule works with some numbers of micro-batches only."""
+        plan, micro = self.plan, self.train.micro_batch
+        best = plan.num_micro_batches(rank_batch)
+        what = f"schedule {plan.schedule} of {plan.num_stages} stages"
+        if best is None:
+            raise FieldError(
+                "train.batch",
+                self.train.batch,
+                f"gives each rank {rank_batch} samples, which {what} cannot take in any number of micro-batches; use "
+                f"{plan.num_stages * plan.num_data_ranks}",
+            )
+        if micro is not None and not plan.takes(rank_batch // micro):
+            raise FieldError(
+                "train.micro_batch",
+                micro,
+                f"makes {rank_batch // micro} micro-batches on a rank, which {what} cannot take; use {rank_batch // best}",
+            )
 
     @property
     def rank_batch(self) -> int:
@@ -94,7 +116,7 @@ class Run(Config):
     @property
     def micro_batch(self) -> int:
         """Samples of a forward pass on one rank."""
-        return self.train.micro_batch or self.rank_batch
+        return self.train.micro_batch or self.rank_batch // (self.plan.num_micro_batches(self.rank_batch) or 1)
 
     @property
     def tokens(self) -> int:

@@ -24,11 +24,17 @@ BATCH, LENGTH = 8, 48
 
 
 def decoder(
-    *, vocab_size: int = 61, tied: bool = False, num_heads: int = 4, num_kv_heads: int = 2, depth: int = 4
+    *,
+    vocab_size: int = 61,
+    width: int = 16,
+    tied: bool = False,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    depth: int = 4,
 ) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
-        width=16,
+        width=width,
         depth=depth,
         mixer=AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=4, rope_theta=20.0),
         ffn=SwiGLUConfig(hidden=24),

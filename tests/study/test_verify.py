@@ -16,6 +16,7 @@ from surefoot.dist.pool import Pool
 from surefoot.parallel import apply as apply_module
 from surefoot.parallel import shard as shard_module
 from surefoot.parallel.apply import Laid
+from surefoot.parallel.copies import Copies
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel, Replicated, Zero1
 from surefoot.study import verify as verify_module
@@ -104,6 +105,22 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Zero1, "after_step", after_step)
 
 
+def stale_copy(patch: pytest.MonkeyPatch) -> None:
+    """The head's copy of the embedding stays as it started."""
+    real, calls = Copies.refresh, [0]
+
+    def refresh(self: Any) -> None:
+        calls[0] += 1
+        if calls[0] <= 1:
+            real(self)
+
+    patch.setattr(Copies, "refresh", refresh)
+
+
+def copy_without_its_gradient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Copies, "add_gradients", lambda _: None)
+
+
 def leaking_documents(patch: pytest.MonkeyPatch) -> None:
     """Only this layout forgets where documents end."""
     real = apply_module.context.cut
@@ -114,10 +131,10 @@ def leaking_documents(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def planted(fault: Callable[[pytest.MonkeyPatch], None], run: Run, plan: Plan) -> Share | None:
+def planted(fault: Callable[[pytest.MonkeyPatch], None], run: Run, plan: Plan, num_micro: int = 1) -> Share | None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        return trial(run, plan, 1)
+        return trial(run, plan, num_micro)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +161,21 @@ def test_each_fault_is_caught(
 ) -> None:
     reference = one_process(run)
     verdict = judge(plan, pool.run(planted, fault, run, plan), reference, noise_of(run, reference))
+    assert verdict.failure is not None
+    assert verdict.failure.startswith(said), verdict.failure
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(copy_without_its_gradient, "gradients: embedding.weight"), (stale_copy, "updated weights: ")],
+)
+def test_a_fault_of_tied_stages_is_caught(
+    run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], said: str
+) -> None:
+    run, plan = override(run, ["model.tied=true", "model.depth=2"]), Plan(pipeline=2)
+    reference = one_process(run)
+    assert judge(plan, pool.run(trial, run, plan, 4), reference, noise_of(run, reference)).failure is None
+    verdict = judge(plan, pool.run(planted, fault, run, plan, 4), reference, noise_of(run, reference))
     assert verdict.failure is not None
     assert verdict.failure.startswith(said), verdict.failure
 

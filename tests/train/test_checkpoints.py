@@ -191,7 +191,7 @@ def test_saving_in_the_background_changes_no_bit(pool: Pool, run: Run, tmp_path:
 
 
 def stages(path: Path) -> tuple[str, list[str]] | None:
-    """Two pipeline ranks with a weight each and a tied one save and restore; the hash of all weights, and what is refused."""
+    """Two pipeline ranks with weights of their own save and restore; the hash of all weights, and what is refused."""
     grid = Grid({"pipeline": 2, "tensor": 2})
     make_all_groups(grid)
     if dist.get_rank() >= 4:
@@ -202,9 +202,8 @@ def stages(path: Path) -> tuple[str, list[str]] | None:
     def params(fill: bool) -> list[Param]:
         found = []
         for name, (value, held_by) in stage_weights().items():
-            layout = Layout(tuple(value.shape), (Split(0, ("tensor",)),), held_by)
-            if layout.is_here(mesh.coordinates):
-                place = Place(layout, mesh)
+            if mesh.index("pipeline") == held_by:
+                place = Place(Layout(tuple(value.shape), (Split(0, ("tensor",)),)), mesh)
                 part = value[place.box.slices].clone()
                 found.append(Param(name, part if fill else torch.zeros_like(part), ("ffn", "embed"), place))
         return found
@@ -236,14 +235,17 @@ def stages(path: Path) -> tuple[str, list[str]] | None:
     return weights_hash(ranks.weights(saved)), said
 
 
-def stage_weights() -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
-    values = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
+def stage_weights() -> dict[str, tuple[torch.Tensor, int]]:
+    values = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(1))
     values[0, 0, 0] = -0.0
-    return {"first": (values[0], (0,)), "second": (values[1], (1,)), "tied": (values[2], (0, 1))}
+    return {
+        name: (value, number % 2)
+        for number, (name, value) in enumerate(zip(("first", "second", "third", "fourth"), values))
+    }
 
 
 def test_ranks_may_hold_different_weights(pool: Pool, tmp_path: Path) -> None:
-    """As pipeline stages do: a weight on the first, one on the second, one on both."""
+    """As pipeline stages do: two weights on each."""
     found = pool.run(stages, tmp_path)[:4]
     expected = weights_hash((name, value) for name, (value, _) in sorted(stage_weights().items()))
     for digest, said in found:

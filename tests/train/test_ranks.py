@@ -36,6 +36,8 @@ PLANS = [
     Plan(tensor=2),
     Plan(context=2, context_kind="ring"),
     Plan(shard=2, tensor=2, context=2, context_kind="gather"),
+    Plan(pipeline=2, shard=2),
+    Plan(pipeline=2, tensor=2, schedule="gpipe"),
 ]
 
 
