@@ -73,8 +73,21 @@ def train(
         int | None,
         typer.Option("--ranks", min=1, help="Train as this many processes on this machine; see plan.* for the layout."),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Start nothing: print what a rank of --ranks N would hold and send in a step."),
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory", metavar="SIZE", help="With --dry-run: say whether it fits, e.g. 80GiB or h100."
+        ),
+    ] = None,
 ) -> None:
     """Train a recipe, or continue a run."""
+    if dry_run or device_memory is not None:
+        only = {"--out": out, "--resume": resume, "--accept": accept} if dry_run else {"--device-memory": device_memory}
+        raise typer.Exit(_verb("dry").run(recipe, sets or [], allow or [], ranks, device_memory, only))
     raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks))
 
 

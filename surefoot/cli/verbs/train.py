@@ -100,20 +100,20 @@ def _choose(
             )
         if accept:
             raise ConfigError("--accept", accept[0], "goes with --resume only")
-        chosen = _over(override(find_recipe(recipe, allow), sets), num_ranks)
+        chosen = over_ranks(override(find_recipe(recipe, allow), sets), num_ranks)
         return chosen, out or next(path for path in _numbered(chosen.name) if not path.exists()), []
     if out is not None:
         raise ConfigError("--out", str(out), "does not go with --resume: a run continues in its own folder")
     RunFolder.open(resume)
     saved = load_json(resume / "run.json", Run, allow=allow)
-    wanted = _over(override(saved if recipe is None else find_recipe(recipe, allow), sets), num_ranks)
+    wanted = over_ranks(override(saved if recipe is None else find_recipe(recipe, allow), sets), num_ranks)
     changes = compare_configurations(saved, wanted, tuple(accept))
     if not torch.cuda.is_available() and wanted.train.device.startswith("cuda"):
         raise RunError(f"{resume}: began on {wanted.train.device}, which is not here; add --set train.device=auto")
     return wanted, resume, changes
 
 
-def _over(chosen: Run, num_ranks: int) -> Run:
+def over_ranks(chosen: Run, num_ranks: int) -> Run:
     """The run over that many ranks: what its plan leaves over shards weights, gradients and optimizer state further."""
     needed = chosen.plan.num_ranks
     if needed == num_ranks:
