@@ -90,8 +90,23 @@ def train(
         bool,
         typer.Option("--continue", help="With --out: start the run, or continue it where the folder holds it already."),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Start nothing: print what a rank of --ranks N would hold and send in a step."),
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory", metavar="SIZE", help="With --dry-run: say whether it fits, e.g. 80GiB or h100."
+        ),
+    ] = None,
 ) -> None:
     """Train a recipe, or continue a run."""
+    if dry_run or device_memory is not None:
+        only: dict[str, object] = {"--out": out, "--resume": resume, "--accept": accept, "--continue": goes_on or None}
+        if not dry_run:
+            only = {"--device-memory": device_memory}
+        raise typer.Exit(_verb("dry").run(recipe, sets or [], allow or [], ranks, device_memory, only))
     raise typer.Exit(_verb("train").run(recipe, sets or [], out, resume, accept or [], allow or [], ranks, goes_on))
 
 

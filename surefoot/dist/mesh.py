@@ -159,3 +159,8 @@ def _make_group(ranks: tuple[int, ...], *, use_local_synchronization: bool) -> N
     )
     # A rank that is not a member gets a placeholder; it is kept so that every rank's record of what exists is the same.
     _GROUPS[ranks] = cast(ProcessGroup, group)
+
+
+def forget_groups() -> None:
+    """Drop every group made so far, after the process group they belong to was destroyed."""
+    _GROUPS.clear()

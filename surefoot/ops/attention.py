@@ -40,7 +40,10 @@ def attend(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> T
         q_BHLK,
         k_BGSK,
         v_BGSK,
-        attn_mask=None if is_full_pass or (docs.length == 1 and not docs.is_packed) else docs.mask(),
+        # As a bias that all layers share: of a mask torch would make one a layer, and keep each for backward.
+        attn_mask=None
+        if is_full_pass or (docs.length == 1 and not docs.is_packed)
+        else _shared_bias(docs, q_BLHK.dtype),
         is_causal=is_full_pass,
         enable_gqa=q_BHLK.shape[1] != k_BGSK.shape[1],
     )
@@ -137,8 +140,7 @@ class _Work:
         size = run.stop - run.start
         scores_BHIJ = scores_NIJ.view(self.q_BLHK.shape[0], -1, size, num_keys)
         if self.docs.is_packed:
-            bias_B1LS = self.docs.derive(("bias", self.wide), lambda: _bias(self.docs.mask(), self.wide))
-            scores_BHIJ += bias_B1LS[:, :, run, :num_keys]
+            scores_BHIJ += _shared_bias(self.docs, self.wide)[:, :, run, :num_keys]
         elif size > 1:
             # Only the block's own keys can lie after one of its queries.
             scores_BHIJ[..., num_keys - size :] += self.docs.derive(
@@ -148,9 +150,14 @@ class _Work:
         return torch.softmax(scores_NIJ, -1, out=scores_NIJ).to(self.dtype)
 
 
+def _shared_bias(docs: Documents, dtype: torch.dtype) -> Tensor:
+    """The bias that hides what `docs` hides, (B, 1, L, S)."""
+    return docs.derive(("bias", dtype), lambda: _bias(docs.mask(), dtype))
+
+
 def _bias(is_seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a key is seen and -inf where not."""
-    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, float("-inf"))
+    return torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device).masked_fill_(~is_seen, float("-inf"))
 
 
 def attend_plain(q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> Tensor:

@@ -6,13 +6,13 @@ one all-to-all, and all updates in another, however many matrices there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surefoot.dist.layout import Box, Place
+from surefoot.dist.layout import Box, Layout, Place
 from surefoot.dist.mesh import Mesh
 
 AXES = ("shard", "context", "tensor")
@@ -29,8 +29,11 @@ class Exchange:
         self.owners = balanced(costs, num_ranks)
         peers = [mesh.grid.coordinates(rank) for rank in mesh.grid.peers(mesh.rank, AXES)]
         # Where each rank's part lies, and whether it is the copy that is sent: ranks along an uncut axis hold equal ones.
-        self._boxes = [[place.layout.box(mesh.grid, peer) for peer in peers] for place in places]
-        self._sends = [[place.layout.counts_at(peer | {"replicate": 0}) for peer in peers] for place in places]
+        layouts = {place.layout for place in places}  # few: most matrices are cut alike
+        boxes = {layout: [layout.box(mesh.grid, peer) for peer in peers] for layout in layouts}
+        sends = {layout: [sends_copy(layout, peer) for peer in peers] for layout in layouts}
+        self._boxes = [boxes[place.layout] for place in places]
+        self._sends = [sends[place.layout] for place in places]
         self._owned = [
             [number for number, owner in enumerate(self.owners) if owner == rank] for rank in range(num_ranks)
         ]
@@ -77,6 +80,11 @@ class Exchange:
             ]
             for run, boxes in zip(incoming.split(sizes), expected, strict=True)
         ]
+
+
+def sends_copy(layout: Layout, coordinates: Mapping[str, int]) -> bool:
+    """Whether the rank at `coordinates` sends its part: of ranks along an uncut axis, which hold equal ones, the first does."""
+    return layout.counts_at({**coordinates, "replicate": 0})
 
 
 def balanced(costs: Sequence[float], num_owners: int) -> list[int]:

@@ -188,7 +188,7 @@ def _through_gram(x_KMN: Tensor, num_iterations: int) -> Tensor:
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
     if tensor.dtype is torch.float64:
         return torch.float64
-    has_fast_bf16 = tensor.device.type == "cuda" or (tensor.device.type == "cpu" and torch.cpu._is_amx_tile_supported())
+    has_fast_bf16 = tensor.device.type != "cpu" or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if has_fast_bf16 else torch.float32
 
 
@@ -201,8 +201,12 @@ def _exchange(slots: Sequence[_Slot]) -> Exchange | None:
     places = [slot.param.place for slot in slots if slot.param.place is not None]
     if not any(place.layout.is_cut_along(axis) and place.mesh.size(axis) > 1 for place in places for axis in AXES):
         return None
-    costs = [math.prod(place.shape) * min(place.shape[-2:]) for place in places]
-    return Exchange(places[0].mesh, places, costs)
+    return Exchange(places[0].mesh, places, [cost_of(place.shape) for place in places])
+
+
+def cost_of(shape: tuple[int, ...]) -> float:
+    """What the orthogonalisation of one weight costs, up to a factor."""
+    return math.prod(shape) * min(shape[-2:])
 
 
 def _stacks(matrices: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -82,7 +82,11 @@ class Laid:
 
         Returns the sums of nll and z over this rank's own tokens.
         """
-        sums = self.passes.accumulate(self._feeds(micro_batches), num_tokens, dtype)
+        return self.accumulate_feeds(self._feeds(micro_batches), num_tokens, dtype)
+
+    def accumulate_feeds(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+        """The same of micro-batches that are cut already."""
+        sums = self.passes.accumulate(feeds, num_tokens, dtype)
         self.data_parallel.reduce()
         if self.copies is not None:
             self.copies.add_gradients()

@@ -240,7 +240,7 @@ def stage_weights() -> dict[str, tuple[torch.Tensor, int]]:
     values[0, 0, 0] = -0.0
     return {
         name: (value, number % 2)
-        for number, (name, value) in enumerate(zip(("first", "second", "third", "fourth"), values))
+        for number, (name, value) in enumerate(zip(("first", "second", "third", "fourth"), values, strict=True))
     }
 
 

@@ -1,0 +1,125 @@
+"""`surefoot train --dry-run`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from surefoot.cli.verbs.train import stretch
+from surefoot.config import ConfigError, override
+from surefoot.recipes.find import find_recipe
+from surefoot.study.dry import UNKNOWN, DryRun, dry_run, num_micro_batches, remedies
+from surefoot.train.run import Run
+
+DEVICES = {"a100": "80GiB", "h100": "80GiB", "h200": "139GiB", "b200": "178GiB"}
+"""Memory of a device as its driver reports it, rounded down."""
+
+_UNITS = {
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+def run(
+    recipe: str | None,
+    sets: list[str],
+    allow: list[str],
+    ranks: int | None,
+    device_memory: str | None,
+    other_options: Mapping[str, object],
+) -> int:
+    """Print what ranks hold and send; the exit code is 1 where that does not fit the device."""
+    for option, value in other_options.items():
+        if value:
+            goes = (
+                "goes with --dry-run only" if option == "--device-memory" else "has no effect with --dry-run; drop it"
+            )
+            raise ConfigError(option, str(value), goes)
+    if recipe is None:
+        raise ConfigError("RECIPE", None, "is missing; name a recipe (surefoot recipes lists them)")
+    size = None if device_memory is None else parse_size(device_memory)
+    chosen = override(find_recipe(recipe, allow), sets)
+    chosen = stretch(chosen, ranks or chosen.plan.num_ranks)
+    found = [dry_run(chosen, rank) for rank in dict.fromkeys((0, chosen.plan.num_ranks - 1))]
+    print("\n".join(described(chosen, found)))
+    if size is None:
+        return 0
+    peak = max(each.peak_bytes for each in found)
+    if peak <= size:
+        print(f"fits in {shown(size)}: {shown(size - peak)} are left for what is not known")
+        return 0
+    print(f"does not fit in {shown(size)}: {shown(peak - size)} too much")
+    print(remedy(chosen, size, lambda text: print(text, file=sys.stderr)))
+    return 1
+
+
+def described(chosen: Run, found: Sequence[DryRun]) -> list[str]:
+    """The report as lines; ranks that are alike share a column."""
+    alike = len(found) == 1 or vars(found[0]) | {"rank": 0} == vars(found[1]) | {"rank": 0}
+    columns = found[:1] if alike else found
+    title = "each rank" if len(found) == 1 else f"ranks 0 and {found[-1].rank}" if alike else ""
+    heads = [title] if alike else [f"rank {each.rank}" for each in found]
+    lines = [
+        f"{chosen.name}: {chosen.plan.describe()} ({chosen.plan.num_ranks} ranks); sequence {chosen.data.sequence_length}, "
+        f"batch {chosen.train.batch}, {num_micro_batches(chosen)} x {chosen.micro_batch} samples a rank and step",
+        row("", heads),
+        row("parameters held", [f"{each.holdings.parameters:,}" for each in columns]),
+        row("bytes of parameters", [shown(each.holdings.parameter_bytes) for each in columns]),
+        row("bytes of gradients, at most", [shown(each.gradient_bytes) for each in columns]),
+        row("bytes of optimizer state", [shown(each.holdings.state_bytes) for each in columns]),
+        row("kept for backward, one micro-batch", [shown(each.activation_bytes) for each in columns]),
+        row("most alive at once", [shown(each.peak_bytes) for each in columns]),
+        row("sent in a step", ["calls    bytes" for _ in columns]),
+    ]
+    for flow in dict.fromkeys(flow for each in columns for flow in each.flows):
+        amounts = [each.flows.get(flow) for each in columns]
+        lines.append(row(f"  {flow}", ["-" if a is None else f"{a.calls:,} {shown(a.sent):>12}" for a in amounts]))
+    return [*lines, f"not known: {'; '.join(UNKNOWN)}"]
+
+
+def row(name: str, cells: Sequence[str]) -> str:
+    """One line of the table."""
+    return " ".join([f"{name:44}", *(f"{cell:>24}" for cell in cells)]).rstrip()
+
+
+def remedy(chosen: Run, size: int, announce: Callable[[str], None]) -> str:
+    """The first change that makes it fit on as many ranks, found by dry runs of each; or what to do where none does."""
+    best: tuple[int, list[str]] | None = None
+    for assignments, changed in remedies(chosen):
+        text = " ".join(f"--set {assignment}" for assignment in assignments)
+        announce(f"trying {text}")
+        peak = dry_run(changed).peak_bytes
+        if peak <= size:
+            return f"nearest remedy: {text} ({shown(peak)})"
+        best = min(best or (peak, assignments), (peak, assignments))
+    if best is None:
+        return "no change of the plan saves memory here; use more ranks, a shorter sequence or a smaller model"
+    text = " ".join(f"--set {assignment}" for assignment in best[1])
+    return f"no change of the plan is enough on these ranks; the best is {text} ({shown(best[0])}): use more ranks"
+
+
+def parse_size(text: str) -> int:
+    """`80GiB`, `80GB` or a device's name in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?B)", DEVICES.get(text.lower(), text))
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError("--device-memory", text, f"is not a size like 80GiB, nor one of {', '.join(DEVICES)}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def shown(size: float) -> str:
+    """Bytes with three digits and a unit."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return (
+                f"{size / _UNITS[unit]:.3g} {unit}"
+                if size < 1000 * _UNITS[unit]
+                else f"{size / _UNITS[unit]:,.0f} {unit}"
+            )
+    return f"{size:.3g} B"

@@ -1,0 +1,1 @@
+"""What a layout costs before it runs: communication in closed form."""

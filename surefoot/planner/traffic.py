@@ -1,0 +1,212 @@
+"""Bytes that a rank sends in a step, in closed form, for each axis and kind of collective.
+
+Every axis has a function of its own, which adds what the axis alone is the reason for; `docs/guide/scale.md` gives the same
+formulas in words. Payload is counted as `dist.count` counts it, and tests hold the two against each other.
+
+Legend: B samples of a micro-batch, S sequence length, L = S / context, D width; P_t numbers in a rank's tensor-parallel part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from surefoot.dist.count import Flow, Kind, share_sent
+from surefoot.dist.layout import Layout
+from surefoot.dist.mesh import AXES, Grid
+from surefoot.models.count import build_meta
+from surefoot.models.decoder import Decoder, DecoderConfig
+from surefoot.models.initialise import named_weights
+from surefoot.optim import exchange
+from surefoot.optim.base import OptimizerConfig, Param
+from surefoot.optim.muon import MuonConfig, cost_of
+from surefoot.parallel import tensor
+from surefoot.parallel.plan import Plan
+from surefoot.parallel.shard import REPLICAS, SHARDS
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a rank computes in a step."""
+
+    sequence_length: int
+    micro_batch: int
+    num_micro_batches: int
+    compute: torch.dtype
+    weights: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One logical weight: how tensor parallelism cuts it, how the optimizer sees it, whether a layer owns it."""
+
+    param: Param
+    cut: Layout
+    kept: Layout
+    is_in_layer: bool
+
+
+@dataclass
+class _Step:
+    plan: Plan
+    work: Workload
+    rank: int
+    weights: list[_Weight]
+    layers: list[tuple[int, int]]
+    """For each layer the rows of its query weights, and of its key and value weights, on this rank."""
+    width: int
+    sent: dict[Flow, float] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> Grid:
+        return self.plan.grid
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro-batch on this rank."""
+        return self.work.micro_batch * self.work.sequence_length // self.plan.context
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in what is computed in at least fp32."""
+        return torch.promote_types(self.work.compute, torch.float32).itemsize
+
+    def add(self, axes: Sequence[str], kind: Kind, whole: float) -> None:
+        """A collective over a whole of so many bytes."""
+        over = tuple(axis for axis in axes if self.grid.size(axis) > 1)
+        if over and whole:
+            flow = Flow(over, kind)
+            self.sent[flow] = self.sent.get(flow, 0.0) + share_sent(kind, self.grid.size(*over)) * whole
+
+    def numbers(self, layout: Layout) -> int:
+        """In this rank's part."""
+        return layout.box(self.grid, self.grid.coordinates(self.rank)).num_elements
+
+    def padded(self, weight: _Weight) -> int:
+        """Numbers of this rank's tensor-parallel part once its rows are filled up to divide over the shard ranks."""
+        rows, *rest = weight.cut.box(self.grid, self.grid.coordinates(self.rank)).shape
+        num_ranks = self.grid.size(*SHARDS)
+        return -(-rows // num_ranks) * num_ranks * math.prod(rest)
+
+
+def traffic(
+    plan: Plan, model: DecoderConfig, optim: OptimizerConfig, work: Workload, rank: int = 0
+) -> dict[Flow, float]:
+    """Bytes that `rank` sends in a step. What ranks tell each other of their batches and of the record is left out."""
+    step = _step(plan, build_meta(model), work, rank)
+    _data(step)
+    _tensor(step)
+    _context(step)
+    if isinstance(optim, MuonConfig):
+        _whole_matrices(step)
+    _agreement(step)
+    return step.sent
+
+
+def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
+    layouts = tensor.layouts_of(model, plan.tensor)
+    in_layers = {id(weight) for layer in model.layers for weight in layer.parameters()}
+    weights = []
+    for name, block, own_name in named_weights(model):
+        weight, cut = getattr(block, own_name), layouts[name]
+        kept = cut if plan.shard == 1 else cut.split(0, *SHARDS)
+        weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
+    layers = [
+        tuple(
+            sum(getattr(mixer, name).shape[0] for name, axes in mixer.axes.items() if axes[0] == axis) // plan.tensor
+            for axis in ("heads", "kv_heads")
+        )
+        for mixer in (layer.mixer for layer in model._layers())
+    ]
+    return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], model.config.width)
+
+
+def _data(step: _Step) -> None:
+    """Gradients over the ranks that see other tokens, and the weights that those share."""
+    plan, itemsize = step.plan, step.work.weights.itemsize
+    whole = itemsize * sum(step.numbers(weight.cut) for weight in step.weights)
+    padded = {
+        is_in_layer: itemsize * sum(step.padded(weight) for weight in step.weights if weight.is_in_layer == is_in_layer)
+        for is_in_layer in (True, False)
+    }
+    everything = sum(padded.values())
+    if plan.shard == 1:
+        step.add((*REPLICAS, *SHARDS), "all-reduce", whole)
+    elif plan.zero == 1:
+        step.add(REPLICAS, "all-reduce", whole)
+        step.add(SHARDS, "reduce-scatter", everything)
+        step.add(SHARDS, "all-gather", everything)
+    else:
+        num_passes = step.work.num_micro_batches
+        step.add(SHARDS, "all-gather", num_passes * everything)  # for forward
+        # What surrounds the layers is gathered again for backward, always: `loss` calls the model's own forward, and FSDP2 lets
+        # go of the weights after the outer of two calls.
+        step.add(SHARDS, "all-gather", num_passes * padded[False])
+        if plan.reshard is not None:
+            flow = Flow(("shard",), "all-gather")
+            step.sent[flow] += num_passes * share_sent("all-gather", plan.reshard) * padded[True]
+        elif plan.zero == 3:
+            step.add(SHARDS, "all-gather", num_passes * padded[True])
+        step.add(SHARDS, "reduce-scatter", everything)
+        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*SHARDS))
+
+
+def _tensor(step: _Step) -> None:
+    """The sequence around each mixer, feed-forward network, embedding and head; the loss; gradients of uncut weights."""
+    axes, num_passes = ("tensor",), step.work.num_micro_batches
+    hidden = step.num_tokens * step.width * step.work.compute.itemsize
+    # Forward gathers before and scatters after each of the two parts of a layer, backward the other way round; the embedding
+    # scatters and the head gathers, and backward the other way round.
+    for kind in ("all-gather", "reduce-scatter"):
+        step.add(axes, kind, num_passes * hidden * (4 * len(step.layers) + 2))
+    # The largest logit, then the sum of exponentials and the target's logit, of each token.
+    step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide)
+    uncut = sum(step.numbers(weight.kept) for weight in step.weights if not weight.cut.is_cut_along("tensor"))
+    step.add(axes, "all-reduce", uncut * step.work.weights.itemsize)
+
+
+def _context(step: _Step) -> None:
+    """Keys and values, or heads, of each layer; queries never travel but in Ulysses' form."""
+    axes, num_ranks, num_passes = ("context",), step.plan.context, step.work.num_micro_batches
+    narrow = step.work.compute.itemsize
+    for q_rows, kv_rows in step.layers:
+        q, kv = (num_passes * step.num_tokens * rows for rows in (q_rows, kv_rows))
+        if step.plan.context_kind == "gather":
+            step.add(axes, "all-gather", num_ranks * kv * narrow)
+            step.add(axes, "reduce-scatter", num_ranks * kv * narrow)
+        elif step.plan.context_kind == "ulysses":
+            step.add(axes, "all-to-all", 2 * (2 * q + kv) * narrow)
+        else:
+            # Round once in forward and once in backward, and their gradients all the way home.
+            step.add(axes, "send", 2 * (num_ranks - 1) * kv * narrow + num_ranks * kv * step.wide)
+
+
+def _whole_matrices(step: _Step) -> None:
+    """Muon: each part to its matrix's owner, and back."""
+    matrices = [weight for weight in step.weights if weight.param.role == "matrix"]
+    axes = tuple(axis for axis in exchange.AXES if step.grid.size(axis) > 1)
+    if not any(weight.kept.is_cut_along(axis) for weight in matrices for axis in axes):
+        return
+    owners = exchange.balanced([cost_of(weight.param.shape) for weight in matrices], step.grid.size(*axes))
+    own = step.grid.index(step.grid.coordinates(step.rank), exchange.AXES)
+    peers = [step.grid.coordinates(rank) for rank in step.grid.peers(step.rank, exchange.AXES)]
+    parts = {
+        layout: [layout.box(step.grid, peer).num_elements for peer in peers]
+        for layout in {weight.kept for weight in matrices}
+    }
+    numbers = 0
+    for weight, owner in zip(matrices, owners, strict=True):
+        if owner == own:
+            numbers += sum(parts[weight.kept]) - parts[weight.kept][own]
+        elif exchange.sends_copy(weight.kept, peers[own]):
+            numbers += parts[weight.kept][own]
+    flow = Flow(axes, "all-to-all")
+    step.sent[flow] = step.sent.get(flow, 0.0) + numbers * step.work.weights.itemsize
+
+
+def _agreement(step: _Step) -> None:
+    """Both sums of the loss and the squared gradient norm, in fp64."""
+    step.add(AXES, "all-reduce", 3 * torch.float64.itemsize)

@@ -1,0 +1,239 @@
+"""A dry run: one optimizer step of a run as one of its ranks does it, without peers, memory or data.
+
+What runs is the code that trains: the passes of `parallel.apply` over the whole model, forward and backward of micro-batches,
+the norm, the clip, the optimizer. Micro-batches between the first and the last do the same: one stands for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from surefoot.config import ConfigError, override
+from surefoot.data.dataset import Batch
+from surefoot.dist.count import Amount, Counter, Flow
+from surefoot.dist.fake import META, Ledger, fake_world
+from surefoot.optim.base import Optimizer
+from surefoot.parallel.apply import Laid, check, lay_out
+from surefoot.parallel.pipeline import Feed
+from surefoot.planner.traffic import Workload
+from surefoot.train.agree import Ranks
+from surefoot.train.run import Run
+from surefoot.train.state import laid_params
+from surefoot.train.step import take_step
+
+UNKNOWN = (
+    "what the allocator loses to fragments",
+    "workspace of kernels and buffers of NCCL",
+    "time",
+    "the tokenizer's vocabulary and whether the data can be read",
+)
+"""What a dry run cannot know."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Bytes that a rank holds between steps, and the numbers in its weights."""
+
+    parameters: int
+    parameter_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank holds and sends in a step.
+
+    `gradient_bytes` is the most that gradients take between passes; `activation_bytes` what autograd keeps of one
+    micro-batch; `peak_bytes` the most that is alive at any moment of the step.
+    """
+
+    rank: int
+    holdings: Holdings
+    gradient_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    flows: Mapping[Flow, Amount]
+
+
+def dry_run(run: Run, rank: int = 0) -> DryRun:
+    """One step of `run` on `rank`; `ConfigError` where the plan is not legal, as in training."""
+    check(run.plan, run.model, run.data.sequence_length)
+    if run.plan.pipeline > 1:
+        raise ConfigError("plan.pipeline", run.plan.pipeline, "is not known to dry runs yet; use plan.pipeline=1")
+    dtype = run.precision.weight_dtype
+    with fake_world(run.plan.grid, rank) as world:
+        length, seed = run.data.sequence_length, run.train.seed
+        laid = lay_out(run.plan, run.model, world.mesh, sequence_length=length, dtype=dtype, device=META, seed=seed)
+        world.counter.restart()
+        params = laid_params(laid)
+        optimizer = run.optim.build(params)
+        world.ledger.open([*weight_tensors(laid), *state_tensors(optimizer)])
+        measured = _Measured(
+            **vars(laid), num_micro_batches=num_micro_batches(run), ledger=world.ledger, counter=world.counter
+        )
+        batch = _batch(run.micro_batch * min(3, measured.num_micro_batches), run.data.sequence_length)
+        take_step(
+            measured,
+            Ranks(world.mesh, META),
+            params,
+            optimizer,
+            batch,
+            num_tokens=batch.num_tokens,
+            scale=1.0,
+            micro_batch=run.micro_batch,
+            max_gradient_norm=run.train.max_gradient_norm,
+            device=META,
+            dtype=run.precision.compute_dtype,
+        )
+        kept = _bytes(param.tensor.grad for param in params if param.tensor.grad is not None)
+        return DryRun(
+            rank,
+            holdings(laid, optimizer),
+            max(kept, measured.gradient_bytes),
+            measured.activation_bytes,
+            world.ledger.peak,
+            world.counter.flows(run.plan.grid),
+        )
+
+
+def num_micro_batches(run: Run) -> int:
+    """Of a step, on one rank."""
+    return run.rank_batch // run.micro_batch
+
+
+def workload(run: Run) -> Workload:
+    """What the formulas of `planner.traffic` need to know of a run."""
+    return Workload(
+        run.data.sequence_length,
+        run.micro_batch,
+        num_micro_batches(run),
+        run.precision.compute_dtype,
+        run.precision.weight_dtype,
+    )
+
+
+def holdings(laid: Laid, optimizer: Optimizer) -> Holdings:
+    """What a rank holds, real or dry."""
+    weights, state = weight_tensors(laid), state_tensors(optimizer)
+    return Holdings(
+        sum(weight.numel() for weight in weights),
+        sum(weight.nbytes for weight in weights),
+        sum(tensor.nbytes for tensor in state),
+    )
+
+
+def weight_tensors(laid: Laid) -> list[Tensor]:
+    """This rank's weights as they lie in memory."""
+    weights = [local.weight for local in laid.locals]
+    return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """This rank's optimizer state."""
+    return [tensor for moments in optimizer.state().values() for tensor in moments.values()]
+
+
+def remedies(run: Run) -> Iterator[tuple[list[str], Run]]:
+    """Changes that save memory on as many ranks, the nearest first, as --set assignments; only legal ones."""
+    plan = run.plan
+    changes: list[list[str]] = []
+    if plan.shard > 1 and plan.zero < 3:
+        changes.append(["plan.zero=3"])
+    if plan.replicate > 1:
+        changes.append(["plan.replicate=1", f"plan.shard={plan.shard * plan.replicate}"])
+    micro = run.micro_batch
+    while micro % 2 == 0:
+        micro //= 2
+        changes.append([f"train.micro_batch={micro}"])
+    for axis in ("tensor", "context"):
+        size, shard = getattr(plan, axis), plan.shard
+        while shard % 2 == 0:
+            size, shard = 2 * size, shard // 2
+            if size <= 16:
+                changes.append([f"plan.{axis}={size}", f"plan.shard={shard}", f"train.micro_batch={micro}"])
+    for assignments in changes:
+        try:
+            changed = override(run, assignments)
+            check(changed.plan, changed.model, changed.data.sequence_length)
+        except ConfigError:
+            continue
+        yield assignments, changed
+
+
+@dataclass
+class _Measured(Laid):
+    """A laid-out model that tells what its passes keep."""
+
+    num_micro_batches: int
+    ledger: Ledger
+    counter: Counter
+    activation_bytes: int = 0
+    gradient_bytes: int = 0
+
+    def accumulate_feeds(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+        """See `Laid.accumulate_feeds`."""
+        measuring = _Measuring(feeds, self)
+        with torch.autograd.graph.saved_tensors_hooks(measuring.keep, lambda tensor: tensor):
+            found = super().accumulate_feeds(measuring, num_tokens, dtype)
+        self.activation_bytes = measuring.kept_bytes
+        return found
+
+
+class _Measuring(Sequence[Feed]):
+    """Micro-batches that are measured as they are handed out. The second of three counts for all between."""
+
+    def __init__(self, feeds: Sequence[Feed], measured: _Measured) -> None:
+        self._feeds, self._measured = feeds, measured
+        self._kept: dict[int, int] = {}
+        self._is_first = True
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    @overload
+    def __getitem__(self, index: int) -> Feed: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Feed]: ...
+    def __getitem__(self, index: int | slice) -> Feed | Sequence[Feed]:
+        return self._feeds[index]
+
+    def __iter__(self) -> Iterator[Feed]:
+        for number, feed in enumerate(self._feeds):
+            is_between = 0 < number < len(self) - 1
+            self._measured.counter.weight = self._measured.num_micro_batches - 2 if is_between else 1
+            yield feed
+            self._is_first = False
+            self._measured.gradient_bytes = max(self._measured.gradient_bytes, self._measured.ledger.gradients)
+        self._measured.counter.weight = 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the first micro-batch."""
+        return sum(self._kept.values())
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd keeps, each storage once; weights are not activations."""
+        base = tensor._base if tensor._is_view() else tensor
+        if self._is_first and not isinstance(base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()
+
+
+def _batch(size: int, length: int) -> Batch:
+    """As many samples: their content is never looked at."""
+    ids_BL = np.zeros((size, length), np.int64)
+    documents_BL, sources_B = ids_BL.astype(np.int32), np.zeros(size, np.int32)
+    return Batch(ids_BL, ids_BL, documents_BL, sources_B, size * length, float(size * length))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

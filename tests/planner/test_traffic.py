@@ -1,0 +1,124 @@
+"""The formulas of `planner.traffic` against what ranks issue: eight real ones over gloo, and fake ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot.config import override
+from surefoot.dist.count import Amount, Counter, Counting, Flow
+from surefoot.dist.mesh import own_mesh
+from surefoot.dist.pool import Pool
+from surefoot.optim.adamw import AdamWConfig
+from surefoot.optim.base import gradients_of
+from surefoot.optim.clip import clip_, global_norm
+from surefoot.parallel.apply import lay_out
+from surefoot.planner.traffic import traffic
+from surefoot.study.dry import Holdings, dry_run, holdings, workload
+from surefoot.study.verify import ragged_batch
+from surefoot.train.agree import Ranks
+from surefoot.train.run import Run
+from surefoot.train.state import laid_params
+
+Tiny = Callable[..., Run]
+
+PLANS: list[dict[str, Any]] = [
+    {"replicate": 8},
+    {"shard": 8, "zero": 1},
+    {"shard": 8, "zero": 2},
+    {"shard": 8, "zero": 3},
+    {"shard": 8, "zero": 3, "reshard": 2},
+    {"replicate": 2, "shard": 2, "zero": 1},
+    {"replicate": 2, "shard": 4, "zero": 3},
+    {"tensor": 2},
+    {"tensor": 4},
+    {"context": 2, "context_kind": "gather"},
+    {"context": 4, "context_kind": "ulysses"},
+    {"context": 4, "context_kind": "ring"},
+    {"shard": 2, "tensor": 2, "context": 2, "context_kind": "ring"},
+    {"replicate": 2, "tensor": 2, "context": 2, "context_kind": "ulysses"},
+    {"shard": 2, "zero": 1, "tensor": 2, "context": 2},
+    {"replicate": 2, "shard": 2, "zero": 2, "tensor": 2},
+]
+
+
+def name(plan: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in plan.items())
+
+
+def over(tiny: Tiny, plan: dict[str, Any], *more: str, optimizer: str = "muon") -> Run:
+    """Two micro-batches a rank, four heads of each kind, and sizes that eight ranks do not divide."""
+    ranks = plan.get("replicate", 1) * plan.get("shard", 1)
+    run = tiny(
+        "model.vocab_size=261",
+        "model.width=24",
+        "model.mixer.num_heads=4",
+        "model.mixer.num_kv_heads=4",
+        "model.ffn.hidden=28",
+        "train.batch=8" if ranks <= 4 else "train.batch=16",
+        "train.micro_batch=1",
+    )
+    run = override(run, [*(f"plan.{key}={value}" for key, value in plan.items()), *more])
+    return run if optimizer == "muon" else run.model_copy(update={"optim": AdamWConfig()})
+
+
+def issued(run: Run) -> tuple[Holdings, dict[Flow, Amount]] | None:
+    """What this rank of the pool holds and sends in a step of the run; None where the plan does not use it."""
+    mesh, cpu = own_mesh(run.plan.grid), torch.device("cpu")
+    if mesh is None:
+        return None
+    length, dtype = run.data.sequence_length, run.precision.weight_dtype
+    laid = lay_out(run.plan, run.model, mesh, sequence_length=length, dtype=dtype, device=cpu, seed=0)
+    ranks, params = Ranks(mesh, cpu), laid_params(laid)
+    optimizer = run.optim.build(params)
+    work = workload(run)
+    batch = [
+        tensor[:1].repeat(work.num_micro_batches, 1)
+        for tensor in ragged_batch(run.model.vocab_size, work.sequence_length)
+    ]
+    micro_batches: Any = list(zip(*(tensor.split(1) for tensor in batch), strict=True))
+    counter = Counter()
+    with Counting(counter):
+        ranks.sums(*laid.accumulate(micro_batches, 100, run.precision.compute_dtype))
+        clip_(gradients_of(params), global_norm(params, ranks.group), 1.0)
+        optimizer.step(1.0)
+        laid.after_step()
+    return holdings(laid, optimizer), counter.flows(run.plan.grid)
+
+
+def assert_equal(counted: dict[Flow, Amount], expected: dict[Flow, float]) -> None:
+    assert counted.keys() == expected.keys()
+    for flow, amount in counted.items():
+        assert amount.sent == pytest.approx(expected[flow], rel=1e-9), flow
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=name)
+def test_real_ranks_send_what_the_formulas_and_the_dry_run_say(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
+    run = over(tiny, plan)
+    for rank, found in enumerate(pool.run(issued, run)):
+        if found is None:
+            continue
+        held, counted = found
+        assert_equal(counted, traffic(run.plan, run.model, run.optim, workload(run), rank))
+        dry = dry_run(run, rank)
+        assert dry.holdings == held
+        assert dry.flows == counted
+
+
+def test_with_adamw_no_matrix_travels(tiny: Tiny, pool: Pool) -> None:
+    run = over(tiny, {"shard": 4, "tensor": 2}, optimizer="adamw")
+    held, counted = pool.run(issued, run)[5]
+    assert not any(flow.kind == "all-to-all" for flow in counted)
+    assert_equal(counted, traffic(run.plan, run.model, run.optim, workload(run), 5))
+    assert dry_run(run, 5).holdings == held
+
+
+@pytest.mark.parametrize("plan", [{"shard": 64}, {"replicate": 4, "shard": 8, "tensor": 2, "context": 2}], ids=name)
+def test_fake_ranks_of_worlds_that_are_not_here(tiny: Tiny, plan: dict[str, Any]) -> None:
+    run = over(tiny, plan, "train.batch=320", "train.micro_batch=1", "precision.compute=bf16")
+    for rank in (0, 17, run.plan.num_ranks - 1):
+        counted = dict(dry_run(run, rank).flows)
+        assert_equal(counted, traffic(run.plan, run.model, run.optim, workload(run), rank))
