@@ -17,7 +17,9 @@ class StepReport:
     far that were clipped, `update_ratio` rms(update) / rms(weight) by role. `mfu` is causal training FLOPs achieved over
     the device's peak. `memory_bytes` is the process's peak. `tokens` (valid), `flops` (causal), `samples` (position in
     the data order) and `seconds` are totals since step 0. `data_seconds` of `step_seconds` were spent waiting on data.
-    `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step.
+    `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step. `router` says how
+    evenly experts were chosen in the step and what that cost: `load_entropy`, `max_load_share`, `dead_experts` and
+    `auxiliary_loss`, the weighted losses of all routers on the scale of `loss`; empty for a model without routers.
     """
 
     step: int
@@ -41,6 +43,7 @@ class StepReport:
     token_hash: str
     time: float
     sources: dict[str, int] = field(default_factory=dict)
+    router: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

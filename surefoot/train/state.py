@@ -13,7 +13,7 @@ from surefoot.checkpoint.load import Checkpoint, read_tensors
 from surefoot.config import CheckpointError, Config, RunError, flatten
 from surefoot.dist.layout import Place
 from surefoot.models.decoder import Decoder
-from surefoot.models.initialise import materialise, named_weights
+from surefoot.models.initialise import materialise, named_states, named_weights
 from surefoot.optim.base import Optimizer, Param
 from surefoot.parallel.apply import Laid
 from surefoot.train.agree import Ranks, StepFacts
@@ -50,6 +50,13 @@ def named_params(model: Decoder) -> list[Param]:
     return [Param(full_name, getattr(block, name), block.axes[name]) for full_name, block, name in named_weights(model)]
 
 
+def states_of(model: Decoder) -> list[Param]:
+    """What blocks learn otherwise than by gradient, whole in every layout."""
+    return [
+        Param(full_name, getattr(block, name), block.states[name]) for full_name, block, name in named_states(model)
+    ]
+
+
 def laid_params(laid: Laid) -> list[Param]:
     """Every logical weight of a laid-out model, with this rank's part of it."""
     return [
@@ -63,9 +70,9 @@ def laid_params(laid: Laid) -> list[Param]:
     ]
 
 
-def tensors_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole: `model/<weight>`, `optim/<weight>/<moment>` and the generators' states."""
-    tensors = {f"model/{param.name}": ranks.whole(param.tensor, param) for param in params}
+def tensors_of(params: list[Param], states: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole: `model/<weight or state>`, `optim/<weight>/<moment>` and the generators' states."""
+    tensors = {f"model/{param.name}": ranks.whole(param.tensor, param) for param in [*params, *states]}
     state = optimizer.state()
     for param in params:
         for moment, tensor in state[param.name].items():
@@ -77,7 +84,8 @@ def tensors_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[
 
 
 def load_weights(checkpoint: Checkpoint, params: list[Param]) -> None:
-    """Put a checkpoint's weights, or this rank's parts of them, in place; `CheckpointError` where they are not this model's."""
+    """Put a checkpoint's weights and states, or this rank's parts of them, in place; `CheckpointError` where they are not
+    this model's."""
     weights = read_tensors(checkpoint, "model/")
     wanted = {param.name: param for param in params}
     if weights.keys() != wanted.keys():
@@ -95,13 +103,13 @@ def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decode
     with torch.device("meta"):
         model = run.model.build().to(run.precision.weight_dtype)
     materialise(model, device)
-    load_weights(checkpoint, named_params(model))
+    load_weights(checkpoint, named_params(model) + states_of(model))
     return model
 
 
-def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer) -> Progress:
-    """Put a checkpoint's weights, moments and generator states in place and return its counters."""
-    load_weights(checkpoint, params)
+def restore(checkpoint: Checkpoint, params: list[Param], states: list[Param], optimizer: Optimizer) -> Progress:
+    """Put a checkpoint's weights, states, moments and generator states in place and return its counters."""
+    load_weights(checkpoint, params + states)
     moments: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in read_tensors(checkpoint, "optim/").items():
         name, _, moment = full_name.rpartition("/")

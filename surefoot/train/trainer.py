@@ -31,7 +31,7 @@ from surefoot.train.agree import Ranks, StepFacts
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
 from surefoot.train.run import Run
-from surefoot.train.state import Progress, compare_machines, laid_params, restore, tensors_of
+from surefoot.train.state import Progress, compare_machines, laid_params, restore, states_of, tensors_of
 from surefoot.train.step import StepResult, take_step
 
 Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
@@ -97,7 +97,7 @@ class Trainer:
             )
         dtype = run.precision.weight_dtype
         self.laid = lay_out(run.plan, run.model, mesh, dtype=dtype, device=self.device, seed=run.train.seed)
-        self.params = laid_params(self.laid)
+        self.params, self.states = laid_params(self.laid), states_of(self.laid.model)
         self.optimizer = run.optim.build(self.params)
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
         self.flops_per_token = flops_per_token(build_meta(run.model), run.data.sequence_length)["causal"]
@@ -113,7 +113,7 @@ class Trainer:
                 self._say("no complete checkpoint: starting again from step 0")
             progress = Progress()
         else:
-            progress = restore(checkpoint, self.params, self.optimizer)
+            progress = restore(checkpoint, self.params, self.states, self.optimizer)
             self.laid.data_parallel.after_step()
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
             for line in compare_machines(saved_facts, self.facts):
@@ -223,6 +223,7 @@ class Trainer:
             seconds=progress.seconds,
             token_hash=progress.token_hash[:16],
             time=time.time(),
+            router=result.router,
         )
 
     def _after_step(self) -> None:
@@ -274,7 +275,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = {"progress": vars(self.progress), "configuration": fingerprint(self.run)}
-        tensors = tensors_of(self.params, self.optimizer, self.ranks)
+        tensors = tensors_of(self.params, self.states, self.optimizer, self.ranks)
         if not self.ranks.is_first:
             return
         save(self.folder.checkpoints, self.progress.step, tensors, state)
@@ -290,7 +291,7 @@ class Trainer:
             return False
         heldout = self._evaluate(None if self.run.observe.evaluate_whole else self.run.observe.evaluate_batches)
         self._sample()
-        weights = {param.name: self.ranks.whole(param.tensor, param) for param in self.params}
+        weights = {param.name: self.ranks.whole(param.tensor, param) for param in self.params + self.states}
         if not self.ranks.is_first:
             return True
         self.folder.write_json("data.json", self.dataset.audit(self.progress.samples))
