@@ -180,6 +180,9 @@ class Router(Block):
 class RouterConfig(Config):
     """Describes a router."""
 
+    def check_top_k(self, top_k: int) -> None:
+        """Raise `FieldError` where the router cannot learn from choosing so many."""
+
     @abstractmethod
     def build(self, *, width: int, num_experts: int, top_k: int) -> Router:
         """A router of tokens of `width` to `top_k` of `num_experts` experts."""

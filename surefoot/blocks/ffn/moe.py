@@ -35,6 +35,7 @@ class MoEConfig(FeedForwardConfig):
     def _enough_experts(self) -> Self:
         if self.top_k > self.num_experts:
             raise FieldError("top_k", self.top_k, f"must be at most num_experts {self.num_experts}")
+        self.router.check_top_k(self.top_k)
         return self
 
     def build(self, *, width: int, output_scale: float) -> MoE:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.config import FieldError
 from surefoot.ops.balance import Scope, balance_loss, count
 
 
@@ -29,6 +30,11 @@ class SigmoidConfig(RouterConfig):
         description="tokens over which that loss asks for balance: each sequence, whose loss every layout and micro-batch "
         "size reproduces, or all of a forward pass on one rank",
     )
+
+    def check_top_k(self, top_k: int) -> None:
+        """One sigmoid over itself is 1 whatever its logit."""
+        if top_k == 1:
+            raise FieldError("top_k", top_k, "gives every choice one weight, so the router cannot learn; use 2 or more")
 
     def build(self, *, width: int, num_experts: int, top_k: int) -> Sigmoid:
         """The router itself."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.config import FieldError
 from surefoot.ops.balance import Scope, balance_loss, count
 
 
@@ -30,6 +31,13 @@ class TopKConfig(RouterConfig):
         "reproduces, or all of a forward pass on one rank",
     )
     z_loss: float = Field(default=1e-3, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
+
+    def check_top_k(self, top_k: int) -> None:
+        """A softmax over one choice is 1 whatever its logit."""
+        if top_k == 1 and self.softmax_over == "chosen":
+            raise FieldError(
+                "top_k", top_k, "gives every choice weight 1, so the router cannot learn; use softmax_over=all"
+            )
 
     def build(self, *, width: int, num_experts: int, top_k: int) -> TopK:
         """The router itself."""
