@@ -139,6 +139,11 @@ class Routing(NamedTuple):
     auxiliary: Tensor
 
 
+def own_counts(counts: Tensor) -> Tensor:
+    """The counts themselves: no other process holds parts of the same sequences."""
+    return counts
+
+
 class Router(Block):
     """Chooses experts and never moves tokens; computes in at least fp32, and looks at no other token to choose.
 
@@ -152,7 +157,7 @@ class Router(Block):
     def __init__(self, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.num_experts, self.top_k = num_experts, top_k
-        self.pool: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.pool: Callable[[Tensor], Tensor] = own_counts
         self.register_buffer("loads_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("auxiliary", torch.zeros(()), persistent=False)
         self._pending: tuple[Tensor, Routing] | None = None

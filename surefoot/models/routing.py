@@ -34,10 +34,15 @@ def drain(model: nn.Module) -> list[float]:
     if not found:
         return []
     sums: list[float] = torch.cat([torch.cat((r.loads_E.double(), r.auxiliary.double()[None])) for r in found]).tolist()
-    for router in found:
+    forget(model)
+    return sums
+
+
+def forget(model: nn.Module) -> None:
+    """Count from 0 again."""
+    for router in routers(model):
         router.loads_E.zero_()
         router.auxiliary.zero_()
-    return sums
 
 
 def balance(model: nn.Module, sums: Sequence[float]) -> None:

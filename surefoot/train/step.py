@@ -67,7 +67,7 @@ def take_step(
     is not finite changes no weight, on any rank.
     """
     optimizer.zero_grad()
-    routing.drain(laid.model)
+    routing.forget(laid.model)
     losses = laid.accumulate(micro_batches(batch, micro_batch, device), max(1, num_tokens), dtype)
     nll, z, *routed = ranks.sums(*losses, *routing.drain(laid.model))
     norm = global_norm(params, ranks.group)
