@@ -1,13 +1,14 @@
 """`Block`: a module that names its weights' logical axes, knows no mesh and has no dtype policy.
 
-Legend: B batch, L length, D width.
+Legend: B batch, L length, D width, T tokens, E experts, K experts a token, R = T·K rows.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,18 @@ class Block(nn.Module):
 
     `axes[name]` names the axes of weight `name`, output axis first. Layouts, optimizer groups and counts derive from it.
     `units[axis]` is how many entries along an axis belong together and are never parted (a head); 1 where not given.
+    `used[axis]` is the share of the entries along an axis that one token meets (of experts, say); 1 where not given.
+    `states[name]` names the axes of a buffer that is part of the function: it starts at 0, learns otherwise than by gradient,
+    is whole in every layout, and checkpoints hold it beside the weights.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.axes: dict[str, tuple[str, ...]] = {}
         self.units: dict[str, int] = {}
+        self.used: dict[str, float] = {}
         self.initial: dict[str, Initial] = {}
+        self.states: dict[str, tuple[str, ...]] = {}
 
     def add_weight(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], initial: Initial) -> nn.Parameter:
         """Register one weight, unfilled; `models.initialise` fills it by its full name."""
@@ -50,6 +56,11 @@ class Block(nn.Module):
         self.register_parameter(name, weight)
         self.axes[name], self.initial[name] = axes, initial
         return weight
+
+    def add_state(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+        """Register one buffer of `states`."""
+        self.register_buffer(name, torch.zeros(shape))
+        self.states[name] = axes
 
 
 class MixerState(Protocol):
@@ -104,6 +115,106 @@ class FeedForward(Block):
 class FeedForwardConfig(Config):
     """Describes a feed-forward network."""
 
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether its losses are over sequences, so that no process may train on a part of one."""
+        return False
+
     @abstractmethod
     def build(self, *, width: int, output_scale: float) -> FeedForward:
         """A network of `width`; the projection back into the residual stream starts at `output_scale` / sqrt(fan-in)."""
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to.
+
+    `experts_TK` are their numbers, all different for a token; `weights_TK` what their outputs count, in at least fp32;
+    `loads_E` how many tokens chose each expert; `auxiliary` the weighted auxiliary losses summed over the tokens, a scalar
+    (0 where no gradients are recorded).
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    loads_E: Tensor
+    auxiliary: Tensor
+
+
+def own_counts(counts: Tensor) -> Tensor:
+    """The counts themselves: no other process holds parts of the same sequences."""
+    return counts
+
+
+class Router(Block):
+    """Chooses experts and never moves tokens; computes in at least fp32, and looks at no other token to choose.
+
+    What it learns otherwise than by gradient is a state, moved by `balance` alone. `pool` turns counts of this
+    process into counts of all processes that hold other parts of the same sequences; it may be swapped for a sum over them.
+    """
+
+    loads_E: Tensor
+    auxiliary: Tensor
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = num_experts, top_k
+        self.pool: Callable[[Tensor], Tensor] = own_counts
+        self.register_buffer("loads_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("auxiliary", torch.zeros(()), persistent=False)
+        self._pending: tuple[Tensor, Routing] | None = None
+
+    @abstractmethod
+    def forward(self, x_TD: Tensor, length: int) -> Routing:
+        """Tokens (T, D), whole sequences of `length` one after the other, to their experts."""
+
+    def balance(self, loads_E: Tensor) -> None:
+        """After an optimizer step: adapt to how many of all its tokens chose each expert."""
+
+    @abstractmethod
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+
+    def keep(self, routing: Routing, share: float) -> None:
+        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for."""
+        self._pending = (routing.auxiliary * share, routing) if torch.is_grad_enabled() else None
+
+    def take(self) -> Tensor | None:
+        """The auxiliary losses of the last forward pass, once; counts its choices too. None where nothing is held."""
+        if self._pending is None:
+            return None
+        (auxiliary, routing), self._pending = self._pending, None
+        self.loads_E += routing.loads_E
+        self.auxiliary += routing.auxiliary.detach()
+        return auxiliary
+
+
+class RouterConfig(Config):
+    """Describes a router."""
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether its losses are over sequences, so that no process may train on a part of one."""
+        return False
+
+    def check_top_k(self, top_k: int) -> None:
+        """Raise `FieldError` where the router cannot learn from choosing so many."""
+
+    @abstractmethod
+    def build(self, *, width: int, num_experts: int, top_k: int) -> Router:
+        """A router of tokens of `width` to `top_k` of `num_experts` experts."""
+
+
+class Dispatch(Protocol):
+    """Moves tokens to experts and back. On one process it sorts; between processes it is swapped for an exchange."""
+
+    def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """(rows (R, D) sorted by expert, how many rows each expert held here has, back).
+
+        `back` turns the experts' outputs (R, D) into each token's weighted sum (T, D).
+        """
+
+
+class Routed(FeedForward):
+    """A feed-forward network in experts, of which each token meets a few. `dispatch` may be swapped for a parallel form."""
+
+    router: Router
+    dispatch: Dispatch

@@ -6,6 +6,8 @@ al., 2024), so a run records all of them by name.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from surefoot.models.decoder import Decoder, DecoderConfig
@@ -22,19 +24,21 @@ def count_parameters(model: Decoder) -> dict[str, int]:
     """Parameters by convention.
 
     total: every logical weight once (a tied head not again); non_embedding: without the embedding (Kaplan et al., 2020,
-    with the head's own weight kept out too); matmul: weights that multiply every token (head included, also when tied);
-    vector: norms and other 1-D weights.
+    with the head's own weight kept out too); active: what one token meets, of experts those that it is sent to; matmul:
+    what multiplies a token (head included, also when tied); vector: norms and other 1-D weights.
     """
-    total = vocabulary = vector = 0
+    total = active = vocabulary = vector = 0
     for _, block, name in named_weights(model):
         size, axes = getattr(block, name).numel(), block.axes[name]
         total += size
+        active += round(size * math.prod(block.used.get(axis, 1.0) for axis in axes))
         vocabulary += size if "vocab" in axes else 0
         vector += size if len(axes) == 1 else 0
     return {
         "total": total,
         "non_embedding": total - vocabulary,
-        "matmul": total - vocabulary - vector + model.head.weight.numel(),
+        "active": active,
+        "matmul": active - vocabulary - vector + model.head.weight.numel(),
         "vector": vector,
     }
 
@@ -42,8 +46,9 @@ def count_parameters(model: Decoder) -> dict[str, int]:
 def flops_per_token(model: Decoder, length: int) -> dict[str, float]:
     """Training FLOPs a token (forward plus backward, a multiply-add counted as two) by convention.
 
-    6N_total and 6N_non_embedding: six times that many parameters, attention ignored; full: matrix products and attention
-    over all `length` keys, as PaLM counts (Chowdhery et al., 2022); causal: only the scores that the mask lets through.
+    6N_total, 6N_non_embedding and 6N_active: six times that many parameters, attention ignored; full: matrix products and
+    attention over all `length` keys, as PaLM counts (Chowdhery et al., 2022); causal: only the scores that the mask lets
+    through.
     """
     counts = count_parameters(model)
 
@@ -54,6 +59,7 @@ def flops_per_token(model: Decoder, length: int) -> dict[str, float]:
     return {
         "6N_total": 6.0 * counts["total"],
         "6N_non_embedding": 6.0 * counts["non_embedding"],
+        "6N_active": 6.0 * counts["active"],
         "full": 3.0 * forward(causal=False),
         "causal": 3.0 * forward(causal=True),
     }

@@ -30,13 +30,26 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Block, str]]:
             raise TypeError(f"parameter {name} names no axes; register it with Block.add_weight")
 
 
+def named_states(model: nn.Module) -> Iterator[tuple[str, Block, str]]:
+    """What blocks learn otherwise than by gradient: full name, the block that owns it and its name there."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, Block):
+            for name in module.states:
+                yield (f"{prefix}.{name}" if prefix else name), module, name
+
+
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give a model on meta memory, unfilled; weights that were one stay one, which `nn.Module.to_empty` forgets."""
+    """Give a model on meta memory, weights unfilled and buffers at 0.
+
+    Weights that were one stay one, which `nn.Module.to_empty` forgets.
+    """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             places.setdefault(id(weight), []).append((module, name))
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     for (first, first_name), *others in places.values():
         for module, name in others:
             module.register_parameter(name, getattr(first, first_name))

@@ -19,7 +19,9 @@ class StepReport:
     the data order) and `seconds` are totals since step 0. `data_seconds` of `step_seconds` were spent waiting on data.
     `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step. `slowest_rank`
     worked longest in the step before, without its waits for others, and `slowest_ratio` times the median of all ranks;
-    null where that is not known (one rank, a GPU, the first step).
+    null where that is not known (one rank, a GPU, the first step). `router` says how evenly experts were chosen in the step
+    and what that cost: `load_entropy`, `max_load_share`, `dead_experts` and `auxiliary_loss`, the weighted losses of all
+    routers on the scale of `loss`; empty for a model without routers.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepReport:
     sources: dict[str, int] = field(default_factory=dict)
     slowest_rank: int | None = None
     slowest_ratio: float | None = None
+    router: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

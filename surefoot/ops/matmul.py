@@ -41,8 +41,10 @@ def widens_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and _cpu_widens_bf16()
 
 
-def mm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of two matrices of one dtype, accumulated in at least fp32 and returned as `dtype`."""
+def mm(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The product of two matrices of one dtype, accumulated in at least fp32 and returned as `dtype`, in `out` if given."""
     if left.dtype is torch.bfloat16 and widens_bf16(left.device):
         left, right = left.float(), right.float()
-    return torch.mm(left, right).to(dtype)
+    if out is None:
+        return torch.mm(left, right).to(dtype)
+    return torch.mm(left, right, out=out) if out.dtype is left.dtype else out.copy_(torch.mm(left, right))

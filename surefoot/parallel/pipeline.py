@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from surefoot.blocks.base import Router
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
@@ -43,8 +44,13 @@ Feed = tuple[Tensor, Tensor, Documents]
 
 
 def check(model: Decoder, plan: Plan) -> None:
-    """`ConfigError` where the model has fewer layers than there are stages. The model may be on meta."""
+    """`ConfigError` where the model has fewer layers than there are stages, or routers. The model may be on meta."""
     depth = len(model.layers)
+    routed = next((name for name, module in model.named_modules() if isinstance(module, Router)), None)
+    if plan.pipeline > 1 and routed is not None:
+        raise ConfigError(
+            "plan.pipeline", plan.pipeline, f"does not carry the losses of routers yet ({routed}); use plan.pipeline=1"
+        )
     if plan.num_stages > depth:
         per_rank = plan.num_stages // plan.pipeline
         raise ConfigError(

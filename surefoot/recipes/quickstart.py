@@ -1,5 +1,6 @@
 """The first run: a small decoder on the Python standard library's own source, in minutes on two CPU cores."""
 
+from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.checkpoint.config import CheckpointConfig
 from surefoot.data.dataset import CorpusConfig, WeightedSource
 from surefoot.data.sources.stdlib import StdlibConfig
@@ -24,3 +25,10 @@ def quickstart() -> Run:
         observe=ObserveConfig(evaluate_every=200, prompts=("import ", "def main(", "class ")),
         checkpoint=CheckpointConfig(every=200),
     )
+
+
+def quickstart_moe() -> Run:
+    """The quickstart with two of eight experts a token: its FLOPs, 1.9 times its parameters"""
+    base = quickstart()
+    ffn = MoEConfig(num_experts=8, top_k=2, hidden=192)
+    return base.model_copy(update={"name": "quickstart-moe", "model": base.model.model_copy(update={"ffn": ffn})})

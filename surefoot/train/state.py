@@ -15,10 +15,10 @@ from surefoot.checkpoint.load import Checkpoint, read_parts, read_tensors
 from surefoot.checkpoint.parts import Part, whole, whole_box
 from surefoot.checkpoint.read import fill
 from surefoot.config import CheckpointError, Config, RunError, flatten
-from surefoot.dist.layout import Box, Place
-from surefoot.dist.mesh import AXES
+from surefoot.dist.layout import Box, Layout, Place
+from surefoot.dist.mesh import AXES, Mesh
 from surefoot.models.decoder import Decoder
-from surefoot.models.initialise import materialise, named_weights
+from surefoot.models.initialise import materialise, named_states, named_weights
 from surefoot.optim.base import Optimizer, Param
 from surefoot.parallel.apply import Laid
 from surefoot.train.agree import Ranks, StepFacts
@@ -55,13 +55,23 @@ def named_params(model: Decoder) -> list[Param]:
     return [Param(full_name, getattr(block, name), block.axes[name]) for full_name, block, name in named_weights(model)]
 
 
+def states_of(model: Decoder, mesh: Mesh | None = None) -> list[Param]:
+    """What blocks learn otherwise than by gradient, whole in every layout."""
+    return [
+        Param(full_name, state, block.states[name], None if mesh is None else Place(Layout(tuple(state.shape)), mesh))
+        for full_name, block, name in named_states(model)
+        for state in [getattr(block, name)]
+    ]
+
+
 def laid_params(laid: Laid) -> list[Param]:
     """Every logical weight of a laid-out model, with this rank's part of it."""
     return [Param(local.name, local.part, local.axes, Place(local.layout, laid.mesh)) for local in laid.locals]
 
 
 def parts_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Part]:
-    """What this rank writes of a checkpoint, not copied: `model/<weight>`, `optim/<weight>/<moment>`, generators' states.
+    """What this rank writes of a checkpoint, not copied: `model/<weight or state>`, `optim/<weight>/<moment>`, generators'
+    states.
 
     Each entry of each tensor is written by one rank: the one whose copy counts.
     """
@@ -69,7 +79,7 @@ def parts_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[st
     state = optimizer.state()
     for param in params:
         named = {f"model/{param.name}": param.tensor}
-        named |= {f"optim/{param.name}/{moment}": tensor for moment, tensor in state[param.name].items()}
+        named |= {f"optim/{param.name}/{moment}": tensor for moment, tensor in state.get(param.name, {}).items()}
         for name, tensor in named.items():
             part = _part(tensor.detach(), param)
             if part is not None:
@@ -124,14 +134,14 @@ def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decode
     with torch.device("meta"):
         model = run.model.build().to(run.precision.weight_dtype)
     materialise(model, device)
-    params = named_params(model)
+    params = named_params(model) + states_of(model)
     _refuse_other_weights(checkpoint, {param.name for param in params})
     load_weights(checkpoint, params)
     return model
 
 
 def restore(checkpoint: Checkpoint, params: list[Param], optimizer: Optimizer, ranks: Ranks) -> Progress:
-    """Put a checkpoint's weights, moments and generator states in place on all ranks and return its counters.
+    """Put a checkpoint's weights and states, moments and generator states in place on all ranks and return its counters.
 
     Each rank reads what it holds; `CheckpointError`, on all ranks, where the checkpoint is not of this model and optimizer.
     """

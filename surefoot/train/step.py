@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.data.dataset import Batch
+from surefoot.models import routing
 from surefoot.optim.base import Optimizer, Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import Laid, MicroBatch
@@ -20,13 +21,17 @@ from surefoot.train.agree import Ranks
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums and norms of one step over all ranks. `nll` and `z` are summed over the step's valid tokens."""
+    """Sums and norms of one step over all ranks. `nll` and `z` are summed over the step's valid tokens.
+
+    `router` is `models.routing.statistics`, empty where nothing is routed.
+    """
 
     nll: float
     z: float
     num_tokens: int
     gradient_norm: float
     clip_coefficient: float
+    router: dict[str, float]
 
     @property
     def is_finite(self) -> bool:
@@ -63,14 +68,18 @@ def take_step(
     """
     ranks.heartbeat.enter("forward-backward")
     optimizer.zero_grad()
-    nll, z = ranks.sums(*laid.accumulate(micro_batches(batch, micro_batch, device), max(1, num_tokens), dtype))
+    routing.forget(laid.model)
+    losses = laid.accumulate(micro_batches(batch, micro_batch, device), max(1, num_tokens), dtype)
+    nll, z, *routed = ranks.sums(*losses, *routing.drain(laid.model))
     norm = global_norm(params, ranks.group)
     result_norm, coefficient = float(norm), 1.0
     if math.isfinite(result_norm) and max_gradient_norm is not None:
         coefficient = clip_(gradients_of(params), norm, max_gradient_norm)
-    result = StepResult(nll, z, num_tokens, result_norm, coefficient)
+    statistics = routing.statistics(laid.model, routed, max(1, num_tokens))
+    result = StepResult(nll, z, num_tokens, result_norm, coefficient, statistics)
     if result.is_finite:
         ranks.heartbeat.enter("optimizer")
         optimizer.step(scale)
         laid.after_step()
+        routing.balance(laid.model, routed)
     return result

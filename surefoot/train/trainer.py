@@ -36,7 +36,7 @@ from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
 from surefoot.train.pace import Pace
 from surefoot.train.run import Run
-from surefoot.train.state import Progress, compare_machines, laid_params, parts_of, restore
+from surefoot.train.state import Progress, compare_machines, laid_params, parts_of, restore, states_of
 from surefoot.train.step import StepResult, take_step
 
 Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
@@ -116,7 +116,7 @@ class Trainer:
         self.laid = lay_out(
             run.plan, run.model, mesh, sequence_length=length, dtype=dtype, device=self.device, seed=run.train.seed
         )
-        self.params = laid_params(self.laid)
+        self.params, self.states = laid_params(self.laid), states_of(self.laid.model, mesh)
         self.optimizer = run.optim.build(self.params)
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
         self.flops_per_token = flops_per_token(build_meta(run.model), run.data.sequence_length)["causal"]
@@ -135,7 +135,7 @@ class Trainer:
                 self._say("no complete checkpoint: starting again from step 0")
             progress = Progress()
         else:
-            progress = restore(checkpoint, self.params, self.optimizer, self.ranks)
+            progress = restore(checkpoint, self.params + self.states, self.optimizer, self.ranks)
             self.laid.after_step()
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
             for line in compare_machines(saved_facts, self.facts):
@@ -259,6 +259,7 @@ class Trainer:
             time=time.time(),
             slowest_rank=None if self.pace.slowest is None else self.pace.slowest[0],
             slowest_ratio=None if self.pace.slowest is None else self.pace.slowest[1],
+            router=result.router,
         )
 
     def _after_step(self) -> None:
@@ -317,7 +318,9 @@ class Trainer:
             self.copies.check(self.progress.step)  # no checkpoint is made of copies that differ
         self.heartbeat.enter("save")
         state = {"progress": dict(vars(self.progress)), "configuration": fingerprint(self.run)}
-        self.saver.save(self.progress.step, parts_of(self.params, self.optimizer, self.ranks), state, mode)
+        self.saver.save(
+            self.progress.step, parts_of(self.params + self.states, self.optimizer, self.ranks), state, mode
+        )
 
     def _finish(self) -> bool:
         self._save("blocking")
@@ -329,7 +332,7 @@ class Trainer:
             return False
         heldout = self._evaluate(None if self.run.observe.evaluate_whole else self.run.observe.evaluate_batches)
         self._sample()
-        weights = weights_hash(self.ranks.weights(self.params))
+        weights = weights_hash(self.ranks.weights(self.params + self.states))
         if not self.ranks.is_first:
             return True
         self.folder.write_json("data.json", self.dataset.audit(self.progress.samples))

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.checkpoint import saver
 from surefoot.checkpoint.load import latest, open_checkpoint, read_tensors
 from surefoot.config import CheckpointError, ConfigError, RunError
@@ -28,7 +30,7 @@ from surefoot.parallel.apply import Laid, lay_out
 from surefoot.train.agree import Ranks
 from surefoot.train.evaluate import evaluate
 from surefoot.train.run import Run, effect_of_change
-from surefoot.train.state import compare_configurations, compare_machines
+from surefoot.train.state import compare_configurations, compare_machines, load_model, states_of
 from surefoot.train.step import micro_batches
 from surefoot.train.trainer import Trainer
 
@@ -147,6 +149,30 @@ def test_a_launched_rank_takes_a_second_sigterm_for_the_first(
         signal.signal(signal.SIGTERM, before)
     assert stopped.progress.step == 5
     assert len(seen) == (0 if launched else 2)
+
+
+def test_a_resumed_run_goes_on_with_its_routers(tiny: Tiny, tmp_path: Path) -> None:
+    """Biases learned from loads come back with the weights, and the record says how experts were chosen."""
+    router = SigmoidConfig(bias_rate=0.05)
+    run = tiny()
+    ffn = MoEConfig(num_experts=4, top_k=2, hidden=12, router=router)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"ffn": ffn})})
+    straight = fit(run, tmp_path / "straight")
+    fit(run, tmp_path / "cut", (StopAfter(5, signal.SIGTERM),))
+    fit(run, tmp_path / "cut")
+    assert result(tmp_path / "cut") == result(tmp_path / "straight")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "straight")
+    assert all(state.tensor.any() for state in straight.states)
+    checkpoint = latest(tmp_path / "cut" / "checkpoints", announce=print)
+    assert checkpoint is not None
+    model = load_model(run, checkpoint, torch.device("cpu"))
+    for found, wanted in zip(states_of(model), straight.states, strict=True):
+        assert found.name == wanted.name
+        assert torch.equal(found.tensor, wanted.tensor)
+    for line in metrics(tmp_path / "straight"):
+        assert 0 < line["router"]["load_entropy"] <= 1
+        assert 0.25 <= line["router"]["max_load_share"] <= 0.5
+        assert line["router"]["auxiliary_loss"] == pytest.approx(2 * router.balance_loss, rel=1.0)
 
 
 def test_the_record_adds_up(tiny: Tiny, tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def _declare(found: ctypes.CDLL) -> None:
         "rms_norm_backward": [count, count, count, *[pointer] * 6],
         "swiglu_forward": [count, *[pointer] * 3],
         "swiglu_backward": [count, *[pointer] * 5],
+        "sum_rows": [count, count, count, *[pointer] * 4],
+        "spread_rows": [count, count, count, *[pointer] * 6],
         "rotate": [*[count] * 4, pointer, count, count, pointer, pointer, count, number, pointer],
     }
     for name, arguments in signatures.items():

@@ -1,6 +1,7 @@
 """The compiled passes as functions of tensors. Each returns None where it does not apply: the caller then uses PyTorch's.
 
-They apply to bf16 tensors on a CPU. Legend: B batch, L length, H heads, K head size, D width.
+They apply to bf16 tensors on a CPU. Legend: B batch, L length, H heads, K head size, D width;
+in sums of rows T tokens, R rows, K rows a token.
 """
 
 from __future__ import annotations
@@ -65,6 +66,32 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Ten
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     kernels.swiglu_backward(gate.numel(), *(t.data_ptr() for t in (gate, up, grad, grad_gate, grad_up)))
     return grad_gate, grad_up
+
+
+def sum_rows(x_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None) -> Tensor | None:
+    """The weighted sum of each token's rows, (T, D)."""
+    if not _applies(x_RD) or (weights_TK is not None and weights_TK.dtype is not torch.float32):
+        return None
+    if (kernels := library()) is None:
+        return None
+    x_RD, rows_TK = x_RD.contiguous(), rows_TK.contiguous()
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    y_TD = x_RD.new_empty((rows_TK.shape[0], x_RD.shape[1]))
+    pointers = (x_RD.data_ptr(), rows_TK.data_ptr(), None if weights_TK is None else weights_TK.data_ptr())
+    kernels.sum_rows(*rows_TK.shape, x_RD.shape[1], *pointers, y_TD.data_ptr())
+    return y_TD
+
+
+def spread_rows(x_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor, grad_TD: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(gradient of x, gradient of the weights) of `sum_rows` where each row belongs to one token."""
+    if not _applies(x_RD, grad_TD) or weights_TK.dtype is not torch.float32 or (kernels := library()) is None:
+        return None
+    tensors = tuple(tensor.contiguous() for tensor in (x_RD, rows_TK, weights_TK, grad_TD))
+    grad_x_RD, grad_TK = torch.empty_like(tensors[0]), torch.empty_like(tensors[2])
+    kernels.spread_rows(
+        *rows_TK.shape, x_RD.shape[1], *(tensor.data_ptr() for tensor in (*tensors, grad_x_RD, grad_TK))
+    )
+    return grad_x_RD, grad_TK
 
 
 def rotate(x_BLHK: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor | None:

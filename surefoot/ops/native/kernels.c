@@ -128,3 +128,45 @@ void rotate(int64_t batch, int64_t length, int64_t heads, int64_t size, const bf
         }
     }
 }
+
+/* y of each of n tokens: the sum of its k rows of x, each times its weight (1 where weight is null). */
+void sum_rows(int64_t n, int64_t k, int64_t d, const bf16 *x, const int64_t *rows, const float *weight, bf16 *y) {
+#pragma omp parallel
+    {
+        float *sums = malloc((size_t)d * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < n; token++) {
+            bf16 *out = y + token * d;
+            memset(sums, 0, (size_t)d * sizeof(float));
+            for (int64_t j = token * k; j < (token + 1) * k; j++) {
+                const bf16 *in = x + rows[j] * d;
+                float scale = weight ? weight[j] : 1.0f;
+#pragma omp simd
+                for (int64_t i = 0; i < d; i++) sums[i] += scale * widen(in[i]);
+            }
+#pragma omp simd
+            for (int64_t i = 0; i < d; i++) out[i] = narrow(sums[i]);
+        }
+        free(sums);
+    }
+}
+
+/* Backward of sum_rows: gx of each row, which belongs to one token alone, and gweight. */
+void spread_rows(int64_t n, int64_t k, int64_t d, const bf16 *x, const int64_t *rows, const float *weight,
+                 const bf16 *g, bf16 *gx, float *gweight) {
+#pragma omp parallel for schedule(static)
+    for (int64_t token = 0; token < n; token++) {
+        const bf16 *grad = g + token * d;
+        for (int64_t j = token * k; j < (token + 1) * k; j++) {
+            const bf16 *in = x + rows[j] * d;
+            bf16 *out = gx + rows[j] * d;
+            float scale = weight[j], along = 0.0f;
+#pragma omp simd reduction(+ : along)
+            for (int64_t i = 0; i < d; i++) {
+                along += widen(grad[i]) * widen(in[i]);
+                out[i] = narrow(scale * widen(grad[i]));
+            }
+            gweight[j] = along;
+        }
+    }
+}

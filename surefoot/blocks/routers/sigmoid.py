@@ -1,0 +1,84 @@
+"""Sigmoid routing balanced by a bias instead of a loss (Wang et al., 2024; DeepSeek-AI, 2024).
+
+Legend: B sequences, T tokens, D width, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.config import FieldError
+from surefoot.ops.balance import Scope, balance_loss, count
+
+
+class SigmoidConfig(RouterConfig):
+    """The k experts of the largest sigmoid plus bias; weights are the chosen sigmoids over their sum.
+
+    After each optimizer step the bias of an expert that the whole step chose less often than the mean goes up by
+    `bias_rate`, of one chosen more often down. It decides who is chosen, has no gradient and no part in the weights.
+    """
+
+    bias_rate: float = Field(default=1e-3, ge=0, description="what a bias moves in a step")
+    scale: float = Field(default=1.0, gt=0, description="what the weights add up to (2.5 in DeepSeek-V3)")
+    balance_loss: float = Field(default=1e-4, ge=0, description="weight of the loss that is 1 where loads are even")
+    scope: Scope = Field(
+        default="sequence",
+        description="tokens over which that loss asks for balance: each sequence, whose loss every layout and micro-batch "
+        "size reproduces, or all of a forward pass on one rank",
+    )
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """With a balance loss: it counts choices."""
+        return self.balance_loss > 0
+
+    def check_top_k(self, top_k: int) -> None:
+        """One sigmoid over itself is 1 whatever its logit."""
+        if top_k == 1:
+            raise FieldError("top_k", top_k, "gives every choice one weight, so the router cannot learn; use 2 or more")
+
+    def build(self, *, width: int, num_experts: int, top_k: int) -> Sigmoid:
+        """The router itself."""
+        return Sigmoid(self, width, num_experts, top_k)
+
+
+class Sigmoid(Router):
+    """See `SigmoidConfig`. Of equal scores torch.topk picks, which looks at the token's own alone."""
+
+    bias_E: Tensor
+
+    def __init__(self, config: SigmoidConfig, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__(num_experts, top_k)
+        self.config = config
+        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
+        self.add_state("bias_E", (num_experts,), ("routes",))
+
+    def forward(self, x_TD: Tensor, length: int) -> Routing:
+        """See `Router.forward`."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).sigmoid()
+        experts_TK = (scores_TE.detach() + self.bias_E).topk(self.top_k).indices
+        chosen_TK = scores_TE.gather(1, experts_TK)
+        # The floor is DeepSeek-V3's: all sigmoids of a token may vanish.
+        weights_TK = self.config.scale * chosen_TK / (chosen_TK.sum(1, keepdim=True) + 1e-20)
+        counts_BE = count(experts_TK.view(-1, length * self.top_k), self.num_experts)
+        auxiliary = scores_TE.new_zeros(())
+        if torch.is_grad_enabled() and self.config.balance_loss:
+            even_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
+            uneven = balance_loss(even_TE, counts_BE, self.config.scope, self.pool)
+            auxiliary = auxiliary + self.config.balance_loss * uneven
+        return Routing(experts_TK, weights_TK, counts_BE.sum(0), auxiliary)
+
+    @torch.no_grad()
+    def balance(self, loads_E: Tensor) -> None:
+        """See `Router.balance`."""
+        loads_E = loads_E.to(self.bias_E)
+        self.bias_E += self.config.bias_rate * (loads_E.mean() - loads_E).sign()
+
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+        return 2.0 * self.weight.numel()

@@ -1,0 +1,81 @@
+"""Softmax top-k routing (Shazeer et al., 2017; Fedus et al., 2021).
+
+Legend: B sequences, T tokens, D width, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.config import FieldError
+from surefoot.ops.balance import Scope, balance_loss, count
+
+
+class TopKConfig(RouterConfig):
+    """The k experts of the largest logits, weighted by a softmax."""
+
+    softmax_over: Literal["chosen", "all"] = Field(
+        default="chosen",
+        description="weights add up to 1 over the chosen experts (Mixtral, Qwen3) or over all (DeepSeek-V2, OLMoE)",
+    )
+    balance_loss: float = Field(default=0.01, ge=0, description="weight of the loss that is 1 where loads are even")
+    scope: Scope = Field(
+        default="sequence",
+        description="tokens over which balance is asked for: each sequence, whose loss every layout and micro-batch size "
+        "reproduces, or all of a forward pass on one rank",
+    )
+    z_loss: float = Field(default=1e-3, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """With a balance loss: it counts choices."""
+        return self.balance_loss > 0
+
+    def check_top_k(self, top_k: int) -> None:
+        """A softmax over one choice is 1 whatever its logit."""
+        if top_k == 1 and self.softmax_over == "chosen":
+            raise FieldError(
+                "top_k", top_k, "gives every choice weight 1, so the router cannot learn; use softmax_over=all"
+            )
+
+    def build(self, *, width: int, num_experts: int, top_k: int) -> TopK:
+        """The router itself."""
+        return TopK(self, width, num_experts, top_k)
+
+
+class TopK(Router):
+    """See `TopKConfig`. Of equal logits torch.topk picks, which looks at the token's own alone."""
+
+    def __init__(self, config: TopKConfig, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__(num_experts, top_k)
+        self.config = config
+        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
+
+    def forward(self, x_TD: Tensor, length: int) -> Routing:
+        """See `Router.forward`."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        top_TK, experts_TK = logits_TE.topk(self.top_k)
+        log_total_T1 = logits_TE.logsumexp(1, keepdim=True)
+        chosen = self.config.softmax_over == "chosen"
+        weights_TK = top_TK.softmax(1) if chosen else (top_TK - log_total_T1).exp()
+        counts_BE = count(experts_TK.view(-1, length * self.top_k), self.num_experts)
+        auxiliary = logits_TE.new_zeros(())
+        if torch.is_grad_enabled():
+            if self.config.balance_loss:
+                scores_TE = (logits_TE - log_total_T1).exp()
+                uneven = balance_loss(scores_TE, counts_BE, self.config.scope, self.pool)
+                auxiliary = auxiliary + self.config.balance_loss * uneven
+            if self.config.z_loss:
+                auxiliary = auxiliary + self.config.z_loss * log_total_T1.square().sum()
+        return Routing(experts_TK, weights_TK, counts_BE.sum(0), auxiliary)
+
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+        return 2.0 * self.weight.numel()

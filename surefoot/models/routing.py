@@ -1,0 +1,88 @@
+"""Routers of a model, seen together: what their losses add, what they chose, and how they adapt after a step.
+
+Legend: E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.blocks.base import Router
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """In the order of layers."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def take_auxiliary(model: nn.Module) -> Tensor | None:
+    """The auxiliary losses of the last forward pass, summed over tokens and layers; None where there are none.
+
+    To be called once after every forward pass that is to be trained on: it counts what was chosen, too.
+    """
+    taken = [auxiliary for router in routers(model) if (auxiliary := router.take()) is not None]
+    return torch.stack(taken).sum() if taken else None
+
+
+def drain(model: nn.Module) -> list[float]:
+    """What was counted since the last call, as numbers to be added up over ranks: each router's loads, then its losses."""
+    found = routers(model)
+    if not found:
+        return []
+    sums: list[float] = torch.cat([torch.cat((r.loads_E.double(), r.auxiliary.double()[None])) for r in found]).tolist()
+    forget(model)
+    return sums
+
+
+def forget(model: nn.Module) -> None:
+    """Count from 0 again."""
+    for router in routers(model):
+        router.loads_E.zero_()
+        router.auxiliary.zero_()
+
+
+def balance(model: nn.Module, sums: Sequence[float]) -> None:
+    """After an optimizer step: let each router adapt to what the whole step chose (`drain`, added up over ranks)."""
+    for router, numbers in zip(routers(model), _parts(model, sums), strict=True):
+        router.balance(torch.tensor(numbers[:-1], dtype=torch.float64, device=router.loads_E.device))
+
+
+def statistics(model: nn.Module, sums: Sequence[float], num_tokens: int) -> dict[str, float]:
+    """How a step's loads lie: empty for a model without routers.
+
+    load_entropy: of the experts' shares over its maximum, the mean over layers (1: even); max_load_share: the largest
+    share of a layer's choices that one expert had; dead_experts: how many in all layers no token chose; auxiliary_loss:
+    what the routers' losses add to the objective, on its scale.
+    """
+    parts = _parts(model, sums)
+    if not parts:
+        return {}
+    entropies, peaks, dead, losses = [], [], 0, 0.0
+    for *loads, auxiliary in parts:
+        total = max(1.0, sum(loads))
+        shares = [load / total for load in loads if load]
+        most = math.log(len(loads)) or 1.0
+        entropies.append(-sum(share * math.log(share) for share in shares) / most)
+        peaks.append(max(loads) / total)
+        dead += loads.count(0.0)
+        losses += auxiliary
+    return {
+        "load_entropy": sum(entropies) / len(entropies),
+        "max_load_share": max(peaks),
+        "dead_experts": float(dead),
+        "auxiliary_loss": losses / num_tokens,
+    }
+
+
+def _parts(model: nn.Module, sums: Sequence[float]) -> list[list[float]]:
+    """The numbers of each router."""
+    parts, start = [], 0
+    for router in routers(model):
+        stop = start + router.num_experts + 1
+        parts.append(list(sums[start:stop]))
+        start = stop
+    return parts

@@ -1,0 +1,110 @@
+"""Routed networks under layouts: gradients, auxiliary ones included, and biases are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from surefoot.blocks.base import RouterConfig
+from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.routers.sigmoid import SigmoidConfig
+from surefoot.blocks.routers.topk import TopKConfig
+from surefoot.config import ConfigError
+from surefoot.data.dataset import Batch
+from surefoot.dist.mesh import own_mesh
+from surefoot.dist.pool import Pool
+from surefoot.models.decoder import DecoderConfig
+from surefoot.optim.adamw import AdamWConfig
+from surefoot.parallel.apply import check, lay_out
+from surefoot.parallel.plan import Plan
+from surefoot.train.agree import Ranks
+from surefoot.train.run import Run
+from surefoot.train.state import laid_params, states_of
+from surefoot.train.step import take_step
+from tests.parallel.parity import BATCH, LENGTH, assert_same_as_one_process, decoder, ragged_batch
+
+PLANS = [
+    Plan(replicate=2),
+    Plan(shard=2, zero=1),
+    Plan(shard=4, zero=3),
+    Plan(tensor=2),
+    Plan(shard=2, zero=3, tensor=2),
+    Plan(replicate=2, shard=2, zero=2, tensor=2),
+]
+
+
+def routed(router: RouterConfig) -> DecoderConfig:
+    ffn = MoEConfig(num_experts=6, top_k=2, hidden=12, shared_hidden=8, router=router)
+    return decoder(depth=2).model_copy(update={"ffn": ffn})
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=Plan.describe)
+@pytest.mark.parametrize("router", [TopKConfig(balance_loss=0.3, z_loss=0.1), SigmoidConfig(balance_loss=0.3)])
+def test_gradients_are_those_of_one_process(pool: Pool, plan: Plan, router: RouterConfig) -> None:
+    assert_same_as_one_process(pool, plan, routed(router), num_micro=2)
+
+
+@pytest.mark.parametrize("plan", [Plan(context=2), Plan(shard=2, tensor=2, context=2)], ids=Plan.describe)
+def test_losses_of_single_tokens_do_not_mind_cut_sequences(pool: Pool, plan: Plan) -> None:
+    assert_same_as_one_process(pool, plan, routed(TopKConfig(balance_loss=0.0, z_loss=0.1)))
+
+
+def test_losses_over_sequences_are_refused_where_sequences_are_cut(tiny: Callable[..., Run]) -> None:
+    run = tiny("plan.context=2")
+    values = {name: getattr(run, name) for name in Run.model_fields}
+    for router in (TopKConfig(), SigmoidConfig()):
+        with pytest.raises(ConfigError, match=r"plan.context: 2: cuts the sequences .* or a router's balance_loss=0"):
+            Run(**values | {"model": routed(router)})
+    Run(**values | {"model": routed(SigmoidConfig(balance_loss=0.0))})
+
+
+def test_pipelines_refuse_routers() -> None:
+    with pytest.raises(ConfigError, match=r"plan.pipeline: 2: does not carry the losses of routers yet \(layers.0.ffn"):
+        check(Plan(pipeline=2), routed(SigmoidConfig()), LENGTH)
+
+
+def biases(plan: Plan, micro_batch: int) -> tuple[list[torch.Tensor], dict[str, float]] | None:
+    """Every bias after three steps, and what the last step says of its routers."""
+    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
+    if mesh is None:
+        return None
+    config = routed(SigmoidConfig(bias_rate=0.01))
+    laid = lay_out(plan, config, mesh, sequence_length=LENGTH, dtype=dtype, device=cpu, seed=0)
+    ranks, params = Ranks(mesh, cpu), laid_params(laid)
+    optimizer = AdamWConfig(lr=0.01).build(params)
+    tokens, targets, documents = (tensor[ranks.own(BATCH)].numpy() for tensor in ragged_batch(61))
+    batch = Batch(tokens, targets, documents, np.zeros(len(tokens), dtype=np.int64), int((targets >= 0).sum()), 0.0)
+    num_tokens = int((ragged_batch(61)[1] >= 0).sum())
+    statistics: dict[str, float] = {}
+    for _ in range(3):
+        statistics = take_step(
+            laid,
+            ranks,
+            params,
+            optimizer,
+            batch,
+            num_tokens=num_tokens,
+            scale=1.0,
+            micro_batch=micro_batch,
+            max_gradient_norm=1.0,
+            device=cpu,
+            dtype=dtype,
+        ).router
+    return [state.tensor.clone() for state in states_of(laid.model)], statistics
+
+
+def test_biases_follow_the_loads_of_all_ranks_and_micro_batches(pool: Pool) -> None:
+    expected = biases(Plan(), BATCH)
+    assert expected is not None
+    assert {abs(round(float(x), 6)) for x in torch.cat(expected[0])} <= {0.0, 0.01, 0.02, 0.03}
+    assert any(bias.any() for bias in expected[0])
+    for plan in (Plan(replicate=2), Plan(shard=2, zero=3, tensor=2), Plan(context=2)):
+        for found in pool.run(biases, plan, 2)[: plan.num_ranks]:
+            assert found is not None
+            for bias, wanted in zip(found[0], expected[0], strict=True):
+                assert torch.equal(bias, wanted)
+            if plan.context == 1:
+                assert found[1] == pytest.approx(expected[1], rel=1e-9)
