@@ -104,6 +104,7 @@ def everything(folder: Path) -> set[Path]:
         ((*KUBERNETES, "--out", "/tmp/x"), ("--out: '/tmp/x'", "outside the volume")),
         ((*KUBERNETES, "--out", "/surefoot/../x"), ("--out", "outside the volume")),
         ((*KUBERNETES, "--grace", "60"), ("--grace: 60", "jobset")),
+        ((*KUBERNETES, "--kind", "jobset", "--grace", "0"), ("--grace: 0", "at least 20")),
         ((*KUBERNETES, "--submit"), ("--submit", "no kubectl here")),
         (("kubernetes", "tiny.json", *KUBERNETES[2:]), ("RECIPE: 'tiny.json'", "absolute path")),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.dist.jobs import kubernetes, slurm, torchrun
@@ -293,6 +293,7 @@ def test_job_set_fields() -> None:
     assert container["volumeMounts"] == MOUNTS
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.text() | st.integers() | st.booleans(),

@@ -104,7 +104,8 @@ def kubernetes(
             "cannot be set by a TrainJob, only by its runtime; drop it or use --kind jobset",
         )
     # What Kubernetes gives a pod where nothing else is said, and what is said for a JobSet.
-    options["grace"] = 30 if kind == "trainjob" else options["grace"] or 120
+    if options["grace"] is None:
+        options["grace"] = 30 if kind == "trainjob" else 120
     request = Request(**options)  # type: ignore[arg-type]
     if kind not in {"trainjob", "jobset"}:
         raise ConfigError("--kind", kind, "must be trainjob (Kubeflow Trainer) or jobset")
