@@ -24,8 +24,8 @@ from surefoot.dist.startup import describe_device
 from surefoot.models.count import build_meta, count_parameters, flops_per_token
 from surefoot.ops.matmul import mm, widens_bf16
 from surefoot.ops.native.build import status
-from surefoot.optim.base import Optimizer
 from surefoot.train.run import Run
+from surefoot.train.state import named_params
 
 # Dense bf16 FLOP/s of the vendors' data sheets, by the start of the device's name.
 _GPU_PEAKS = {
@@ -65,12 +65,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
 def gather(
     run: Run,
     dataset: Dataset,
-    optimizer: Optimizer,
     device: torch.device,
     peak: tuple[float | None, str],
 ) -> dict[str, Any]:
     """The facts of a run, JSON-ready."""
     model = build_meta(run.model)
+    groups = run.optim.build(named_params(model)).groups()  # of the whole model: a pipeline rank holds some of it
     return {
         "surefoot": surefoot.__version__,
         "git": _git_revision(),
@@ -90,7 +90,7 @@ def gather(
             "layout": run.plan.describe(),
             "epochs": run.train.num_steps * run.train.batch / dataset.num_samples_per_epoch,
         },
-        "optimizer": [vars(group) for group in optimizer.groups()],
+        "optimizer": [vars(group) for group in groups],
     }
 
 

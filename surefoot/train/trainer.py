@@ -27,6 +27,7 @@ from surefoot.models.count import build_meta, flops_per_token
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
 from surefoot.ops.native.build import library, status
+from surefoot.optim.base import Group
 from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
 from surefoot.parallel.apply import check, lay_out
@@ -121,7 +122,7 @@ class Trainer:
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
         self.flops_per_token = flops_per_token(build_meta(run.model), run.data.sequence_length)["causal"]
         self.peak = peak_flops(self.device, self.dtype)
-        self.facts = gather(run, self.dataset, self.optimizer, self.device, self.peak)
+        self.facts = gather(run, self.dataset, self.device, self.peak)
         self.saver = Saver(self.folder.checkpoints, run.checkpoint, self.ranks.group, self._say)
         self.progress = self._resume()
         self.copies = CopyCheck(self.laid.data_parallel, self.params, self.optimizer, self.ranks, self.folder.path)
@@ -160,8 +161,8 @@ class Trainer:
             self._say(f"layout: {self.run.plan.describe()} ({self.run.plan.num_ranks} ranks)")
         if self.device.type == "cpu" and self.dtype is torch.bfloat16 and library() is None:
             self._say(f"elementwise passes are {status()}, which is slower")
-        for group in self.optimizer.groups():
-            self._say(f"  {group}")
+        for group in self.facts["optimizer"]:
+            self._say(f"  {Group(**group)}")
         self._say(f"first batch: {self._first_words()!r}")
         for hook in self.hooks:
             hook.on_start(start)
