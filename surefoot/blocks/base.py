@@ -115,11 +115,6 @@ class FeedForward(Block):
 class FeedForwardConfig(Config):
     """Describes a feed-forward network."""
 
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """Whether its losses are over sequences, so that no process may train on a part of one."""
-        return False
-
     @abstractmethod
     def build(self, *, width: int, output_scale: float) -> FeedForward:
         """A network of `width`; the projection back into the residual stream starts at `output_scale` / sqrt(fan-in)."""
@@ -189,11 +184,6 @@ class Router(Block):
 
 class RouterConfig(Config):
     """Describes a router."""
-
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """Whether its losses are over sequences, so that no process may train on a part of one."""
-        return False
 
     def check_top_k(self, top_k: int) -> None:
         """Raise `FieldError` where the router cannot learn from choosing so many."""

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from surefoot.blocks.base import Mixer
+from surefoot.blocks.base import Mixer, Router
 from surefoot.config import ConfigError
-from surefoot.dist.collectives import all_to_all, gather, pass_on
+from surefoot.dist.collectives import all_to_all, gather, pass_on, sum_
 from surefoot.dist.mesh import Mesh
 from surefoot.ops.attention import attend
 from surefoot.ops.autograd import apply as differentiably
@@ -90,15 +90,17 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
 
 
 def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
-    """Swap the attention of every mixer."""
+    """Swap the attention of every mixer, and have routers count choices over whole sequences."""
     group = mesh.group("context")
     if group is None:
         return
     forms: dict[Kind, type[Gather | Ulysses | Ring]] = {"gather": Gather, "ulysses": Ulysses, "ring": Ring}
     form = forms[kind](group, mesh.index("context"), mesh.size("context"))
-    for mixer in model.modules():
-        if isinstance(mixer, Mixer) and isinstance(mixer, _HoldsAttend):
-            mixer.attend = form
+    for block in model.modules():
+        if isinstance(block, Mixer) and isinstance(block, _HoldsAttend):
+            block.attend = form
+        elif isinstance(block, Router):
+            block.pool = lambda counts: sum_(counts.clone(), group)
 
 
 def cut(mesh: Mesh, tokens_BS: Tensor, targets_BS: Tensor, ids_BS: Tensor) -> tuple[Tensor, Tensor, Documents]:

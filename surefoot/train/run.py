@@ -108,14 +108,6 @@ class Run(Config):
                 f"makes {rank_batch // micro} micro-batches on a rank, which {what} cannot take; use {rank_batch // best}",
             )
 
-    @model_validator(mode="after")
-    def _losses_see_whole_sequences(self) -> Self:
-        model, context = self.model, self.plan.context
-        if context > 1 and any(model.ffn_of(layer).needs_whole_sequences for layer in range(model.depth)):
-            remedy = "cuts the sequences that the routers balance over; use plan.context=1 or a router's balance_loss=0"
-            raise FieldError("plan.context", context, remedy)
-        return self
-
     @property
     def rank_batch(self) -> int:
         """Samples a rank sees in a step."""

@@ -38,11 +38,6 @@ class MoEConfig(FeedForwardConfig):
         self.router.check_top_k(self.top_k)
         return self
 
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """As the router does."""
-        return self.router.needs_whole_sequences
-
     def build(self, *, width: int, output_scale: float) -> MoE:
         """The network itself."""
         return MoE(self, width, output_scale)

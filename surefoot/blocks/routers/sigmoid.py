@@ -31,11 +31,6 @@ class SigmoidConfig(RouterConfig):
         "size reproduces, or all of a forward pass on one rank",
     )
 
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """With a balance loss: it counts choices."""
-        return self.balance_loss > 0
-
     def check_top_k(self, top_k: int) -> None:
         """One sigmoid over itself is 1 whatever its logit."""
         if top_k == 1:

@@ -32,11 +32,6 @@ class TopKConfig(RouterConfig):
     )
     z_loss: float = Field(default=1e-3, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
 
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """With a balance loss: it counts choices."""
-        return self.balance_loss > 0
-
     def check_top_k(self, top_k: int) -> None:
         """A softmax over one choice is 1 whatever its logit."""
         if top_k == 1 and self.softmax_over == "chosen":
