@@ -30,7 +30,6 @@ from surefoot.checkpoint.manifest import (
     reason,
 )
 from surefoot.checkpoint.metadata import read_metadata
-from surefoot.checkpoint.parts import whole_box
 from surefoot.checkpoint.read import fill
 from surefoot.config import CheckpointError
 from surefoot.dist.layout import Box
@@ -139,12 +138,12 @@ def load_into(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
             )
         if tensor.is_meta:
             raise ValueError(f"{name} has no memory to load into; materialise it first")
-    fill(checkpoint.path, checkpoint.metadata, {n: (whole_box(tuple(t.shape)), t) for n, t in tensors.items()})
+    fill(checkpoint.path, checkpoint.metadata, {n: (Box.whole(tuple(t.shape)), t) for n, t in tensors.items()})
 
 
 def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
     """New CPU tensors of every name under `prefix`, by the rest of the name."""
-    boxes = {name: whole_box(record.shape) for name, record in checkpoint.tensors.items() if name.startswith(prefix)}
+    boxes = {name: Box.whole(record.shape) for name, record in checkpoint.tensors.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): tensor for name, tensor in read_parts(checkpoint, boxes).items()}
 
 

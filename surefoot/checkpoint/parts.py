@@ -46,15 +46,10 @@ class PartRecord:
     length: int
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), shape)
-
-
 def whole(tensor: Tensor) -> Part:
     """All of a tensor that one rank holds."""
     shape = tuple(tensor.shape)
-    return Part(shape, whole_box(shape), tensor)
+    return Part(shape, Box.whole(shape), tensor)
 
 
 def common(box: Box, other: Box) -> Box | None:

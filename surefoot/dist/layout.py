@@ -24,6 +24,11 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """What cuts the box out of the whole."""

@@ -42,7 +42,7 @@ class Param:
     @property
     def box(self) -> Box:
         """Where `tensor` lies in the logical parameter."""
-        return Box((0,) * self.tensor.dim(), tuple(self.tensor.shape)) if self.place is None else self.place.box
+        return Box.whole(tuple(self.tensor.shape)) if self.place is None else self.place.box
 
     @property
     def counts(self) -> bool:

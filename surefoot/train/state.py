@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surefoot.checkpoint.agreed import together
 from surefoot.checkpoint.load import Checkpoint, read_parts, read_tensors
-from surefoot.checkpoint.parts import Part, whole, whole_box
+from surefoot.checkpoint.parts import Part, whole
 from surefoot.checkpoint.read import fill
 from surefoot.config import CheckpointError, Config, RunError, flatten
 from surefoot.dist.layout import Box, Layout, Place
@@ -126,7 +126,7 @@ def _refuse_other_weights(checkpoint: Checkpoint, held: Collection[str]) -> None
 
 def _box(shape: tuple[int, ...], param: Param) -> Box:
     """This rank's part of a tensor that lies as `param` does; all of others (a count of steps)."""
-    return whole_box(shape) if param.place is None or shape != param.place.shape else param.place.box
+    return Box.whole(shape) if param.place is None or shape != param.place.shape else param.place.box
 
 
 def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decoder:
@@ -159,7 +159,7 @@ def _restore(checkpoint: Checkpoint, own: dict[str, Param], held: set[str], opti
         name = _weight_of(full_name)
         # One that no rank holds is kept, so that the optimizer refuses it by name.
         if full_name.startswith("optim/") and (name in own or name not in held):
-            boxes[full_name] = _box(record.shape, own[name]) if name in own else whole_box(record.shape)
+            boxes[full_name] = _box(record.shape, own[name]) if name in own else Box.whole(record.shape)
     moments: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in read_parts(checkpoint, boxes).items():
         name, _, moment = full_name.removeprefix("optim/").rpartition("/")

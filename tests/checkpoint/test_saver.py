@@ -21,7 +21,7 @@ from surefoot.checkpoint import saver as saving
 from surefoot.checkpoint.config import CheckpointConfig
 from surefoot.checkpoint.load import latest, open_checkpoint, read_parts, read_tensors
 from surefoot.checkpoint.manifest import read_manifest, step_name
-from surefoot.checkpoint.parts import Part, common, whole_box
+from surefoot.checkpoint.parts import Part, common
 from surefoot.checkpoint.saver import Saver
 from surefoot.checkpoint.storage import HashedFile, Written
 from surefoot.config import CheckpointError
@@ -253,7 +253,7 @@ def save_badly(rank: Rank, folder: Path) -> tuple[str, str]:
     with Saver(folder, KEEP_ALL, rank.group, print) as saver:
         parts = rank.parts(1)
         if rank.mesh.rank == 1:
-            parts["odd"] = Part((2,), whole_box((2,)), torch.empty(2, device="meta"))
+            parts["odd"] = Part((2,), Box.whole((2,)), torch.empty(2, device="meta"))
         first = refused(lambda: saver.save(1, parts, {}, "asynchronous"))
         claimed = {"claimed": Part((4,), Box((0,), (2,)), torch.zeros(2))}
         return first, refused(lambda: saver.save(2, claimed, {}, "blocking"))
@@ -427,7 +427,7 @@ def test_a_run_that_ends_in_the_middle_of_a_save(pool: Pool, tmp_path: Path) -> 
 
 
 def test_one_process_completes_what_it_began(tmp_path: Path) -> None:
-    part = {"x": Part((2,), whole_box((2,)), torch.ones(2))}
+    part = {"x": Part((2,), Box.whole((2,)), torch.ones(2))}
     with pytest.raises(RuntimeError):
         leave(Saver(tmp_path, KEEP_ALL, None, pytest.fail), 1, part, RuntimeError())
     assert whole_of(tmp_path / step_name(1))["x"].tolist() == [1, 1]
@@ -439,7 +439,7 @@ def test_one_process_completes_what_it_began(tmp_path: Path) -> None:
 def test_memory_is_used_again_no_random_number_is_drawn_and_bytes_are_those_of_a_blocking_save(tmp_path: Path) -> None:
     tensors = values(1)
     parts = {
-        name: Part(tuple(tensor.shape), whole_box(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()
+        name: Part(tuple(tensor.shape), Box.whole(tuple(tensor.shape)), tensor) for name, tensor in tensors.items()
     }
     random = torch.get_rng_state()
     with Saver(tmp_path / "a", KEEP_ALL, None, pytest.fail) as saver:
