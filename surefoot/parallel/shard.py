@@ -10,6 +10,7 @@ samples or another part of the sequence. What differs is what each rank keeps:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,12 +106,20 @@ class Replicated(DataParallel):
 class Zero1(DataParallel):
     """Weights and gradients whole, optimizer state and update cut along the first dimension."""
 
+    def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+        super().__init__(modules, mesh, layouts)
+        # Of each weight every rank's rows, and the numbers in the largest part: what travels is padded to that.
+        self._rows = [self._rows_of(local.weight) for local in self.everything]
+        self._runs = [
+            rows[0].stop * math.prod(local.weight.shape[1:])
+            for rows, local in zip(self._rows, self.everything, strict=True)
+        ]
+
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        rows = self._rows(weight)
-        part = weight.detach()[rows[self.mesh.index(*SHARDS)]]
+        part = weight.detach()[self._rows_of(weight)[self.mesh.index(*SHARDS)]]
         return Local(name, axes, layout.split(0, *SHARDS), weight, part)
 
-    def _rows(self, weight: Tensor) -> list[slice]:
+    def _rows_of(self, weight: Tensor) -> list[slice]:
         """Each rank's rows of a weight that tensor parallelism has cut already."""
         num_ranks = self.mesh.size(*SHARDS)
         cut = Layout(tuple(weight.shape)).split(0, "shard")
@@ -122,13 +131,12 @@ class Zero1(DataParallel):
         """Sum over replicas, then each rank receives the sums of its parts: one reduce-scatter of all weights."""
         gradients = [local.weight.grad for local in self.everything]
         sum_all_([gradient for gradient in gradients if gradient is not None], self.mesh.group(*REPLICAS))
-        runs = [self._run(local.weight) for local in self.everything]
         by_rank = torch.cat(
-            [self._by_rank(local.weight, run) for local, run in zip(self.everything, runs, strict=True)], 1
+            [self._by_rank(local.weight, run) for local, run in zip(self.everything, self._runs, strict=True)], 1
         )
         own = by_rank.new_empty(by_rank.shape[1])
         reduce_scatter_flat(own, by_rank.flatten(), group=self.mesh.group(*SHARDS))
-        for local, piece in zip(self.everything, own.split(runs), strict=True):
+        for local, piece in zip(self.everything, own.split(self._runs), strict=True):
             local.part.grad = piece[: local.part.numel()].view_as(local.part)
             local.weight.grad = None
         self._sum_over_tensor_ranks()
@@ -136,21 +144,15 @@ class Zero1(DataParallel):
     @torch.no_grad()
     def after_step(self) -> None:
         """One all-gather of all parts."""
-        runs = [self._run(local.weight) for local in self.everything]
         own = torch.cat(
-            [_padded(local.part.reshape(-1), run) for local, run in zip(self.everything, runs, strict=True)]
+            [_padded(local.part.reshape(-1), run) for local, run in zip(self.everything, self._runs, strict=True)]
         )
         whole = own.new_empty((self.mesh.size(*SHARDS), own.numel()))
         gather_flat(whole.view(-1), own, group=self.mesh.group(*SHARDS))
-        for local, by_rank in zip(self.everything, whole.split(runs, 1), strict=True):
-            for rows, run in zip(self._rows(local.weight), by_rank, strict=True):
-                target = local.weight.detach()[rows]
+        for local, rows, by_rank in zip(self.everything, self._rows, whole.split(self._runs, 1), strict=True):
+            for cut, run in zip(rows, by_rank, strict=True):
+                target = local.weight.detach()[cut]
                 target.copy_(run[: target.numel()].view_as(target))
-
-    def _run(self, weight: Tensor) -> int:
-        """Numbers in the largest part of a weight."""
-        rows = -(-weight.shape[0] // self.mesh.size(*SHARDS))
-        return rows * (weight.numel() // max(1, weight.shape[0]))
 
     def _by_rank(self, weight: Tensor, run: int) -> Tensor:
         """The gradient as one row for each rank, the last ones padded."""
@@ -168,9 +170,7 @@ class FullySharded(DataParallel):
         parts = (REPLICAS, SHARDS) if mesh.size(*REPLICAS) > 1 else (SHARDS,)
         device_mesh = mesh.device_mesh(device_type, *parts)
         for unit in (*module.layers.children(), module):
-            fully_shard(
-                unit, mesh=device_mesh, reshard_after_forward=reshard_after_forward if unit is not module else False
-            )
+            fully_shard(unit, mesh=device_mesh, reshard_after_forward=unit is not module and reshard_after_forward)
             assert isinstance(unit, FSDPModule)
             # The loss is divided by the step's tokens before backward: ranks add up. gloo has no scaled sum.
             unit.set_gradient_divide_factor(1.0)
