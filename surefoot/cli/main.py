@@ -205,21 +205,7 @@ def launch_slurm(
     account: Annotated[str | None, typer.Option("--account", help="As sbatch has it.")] = None,
 ) -> None:
     """An sbatch script: torchrun on each node, a checkpoint before the time limit, then the queue again."""
-    options = {
-        "recipe": recipe,
-        "sets": sets or [],
-        "allow": allow or [],
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "out": out,
-        "job_name": job_name,
-        "write": write,
-        "submit": submit,
-        "max_restarts": max_restarts,
-        "cpus_per_rank": cpus_per_rank,
-        "grace": grace,
-    }
-    _verb("launch").slurm(options, time, partition, account)
+    _verb("launch").slurm(**locals())
 
 
 @launch_app.command("kubernetes")
@@ -247,21 +233,7 @@ def launch_kubernetes(
     mount: Annotated[str, typer.Option("--mount", help="Where the pods see the volume.")] = "/surefoot",
 ) -> None:
     """A manifest: a Kubeflow TrainJob or a JobSet, one pod a node."""
-    options = {
-        "recipe": recipe,
-        "sets": sets or [],
-        "allow": allow or [],
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "out": out,
-        "job_name": job_name,
-        "write": write,
-        "submit": submit,
-        "max_restarts": max_restarts,
-        "cpus_per_rank": cpus_per_rank,
-        "grace": grace,
-    }
-    _verb("launch").kubernetes(options, image, volume_claim, kind, namespace, mount)
+    _verb("launch").kubernetes(**locals())
 
 
 @launch_app.command("torchrun")
@@ -283,21 +255,7 @@ def launch_torchrun(
     ] = None,
 ) -> None:
     """A shell script to run on each node; with one node, --submit runs it here."""
-    options = {
-        "recipe": recipe,
-        "sets": sets or [],
-        "allow": allow or [],
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "out": out,
-        "job_name": job_name,
-        "write": write,
-        "submit": submit,
-        "max_restarts": max_restarts,
-        "cpus_per_rank": cpus_per_rank,
-        "grace": grace,
-    }
-    _verb("launch").torchrun(options, head)
+    _verb("launch").torchrun(**locals())
 
 
 def _verb(name: str) -> ModuleType:

@@ -8,9 +8,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from surefoot.cli.verbs.train import Choice, choose, numbered
 from surefoot.config import ConfigError, RunError, override
@@ -64,9 +65,9 @@ class Request:
         return self.nodes * self.ranks_per_node
 
 
-def slurm(options: dict[str, object], time: str | None, partition: str | None, account: str | None) -> None:
+def slurm(*, time: str | None, partition: str | None, account: str | None, **options: Any) -> None:
     """Write an sbatch script and submit it on request."""
-    request = Request(**options)  # type: ignore[arg-type]
+    request = _request(options)
     further = {}
     if time is not None:
         if _seconds(time) <= request.grace:
@@ -89,12 +90,13 @@ def slurm(options: dict[str, object], time: str | None, partition: str | None, a
 
 
 def kubernetes(
-    options: dict[str, object],
+    *,
     image: str | None,
-    claim: str | None,
+    volume_claim: str | None,
     kind: str,
     namespace: str | None,
     mount: str,
+    **options: Any,
 ) -> None:
     """Write a manifest and apply it on request."""
     if kind == "trainjob" and options["grace"] is not None:
@@ -106,17 +108,17 @@ def kubernetes(
     # What Kubernetes gives a pod where nothing else is said, and what is said for a JobSet.
     if options["grace"] is None:
         options["grace"] = 30 if kind == "trainjob" else 120
-    request = Request(**options)  # type: ignore[arg-type]
+    request = _request(options)
     if kind not in {"trainjob", "jobset"}:
         raise ConfigError("--kind", kind, "must be trainjob (Kubeflow Trainer) or jobset")
     if image is None:
         raise ConfigError("--image", None, "is missing; name a container image that has python and surefoot")
-    if claim is None:
+    if volume_claim is None:
         raise ConfigError(
             "--volume-claim", None, "is missing; name a PersistentVolumeClaim that all pods can write (ReadWriteMany)"
         )
     _named("--image", image, r"[^\s\x00-\x1f\x7f]+", "no spaces or control characters")
-    _named("--volume-claim", claim, rf"{_LABEL}(\.{_LABEL})*", "lower-case letters, digits, - and .")
+    _named("--volume-claim", volume_claim, rf"{_LABEL}(\.{_LABEL})*", "lower-case letters, digits, - and .")
     if namespace is not None:
         _named("--namespace", namespace, _LABEL, "lower-case letters, digits and -")
     if (
@@ -157,7 +159,7 @@ def kubernetes(
     check(choice.run.plan, choice.run.model, choice.run.data.sequence_length)
     cache = f"{mount.rstrip('/')}/cache"
     job = _job(request, name, str(folder), "python", _gpus(request, choice), SUREFOOT_CACHE=cache)
-    place = kubernetes_job.Place(image, claim, mount, namespace)
+    place = kubernetes_job.Place(image, volume_claim, mount, namespace)
     text = kubernetes_job.manifest(job, place, cast(kubernetes_job.Kind, kind))
     file = _output(request, Path(f"{name}.yaml"))
     _require(request, "kubectl")
@@ -170,9 +172,9 @@ def kubernetes(
     _submit(request, ["kubectl", "apply", "-f", str(file)])
 
 
-def torchrun(options: dict[str, object], head: str | None) -> None:
+def torchrun(*, head: str | None, **options: Any) -> None:
     """Write a script for each node, and run it here on request where there is one node."""
-    request = Request(**options)  # type: ignore[arg-type]
+    request = _request(options)
     if head is None and request.nodes > 1:
         raise ConfigError("--head", None, "is missing; name the node at which the others meet, HOST or HOST:PORT")
     endpoint = "localhost:0" if head is None else _endpoint(head)
@@ -193,6 +195,11 @@ def torchrun(options: dict[str, object], head: str | None) -> None:
 
 
 # -- before anything is written --------------------------------------------------------------------------------------
+
+
+def _request(options: Mapping[str, Any]) -> Request:
+    """What the command line gave; a list that was not given is empty."""
+    return Request(**{**options, "sets": options["sets"] or [], "allow": options["allow"] or []})
 
 
 def _choose(request: Request, out: Path | None, suffix: str) -> Choice:
