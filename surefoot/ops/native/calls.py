@@ -6,23 +6,27 @@ in sums of rows T tokens, R rows, K rows a token.
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import torch
 from torch import Tensor, nn
 
 from surefoot.ops.native.build import library
 
 
-def _applies(*tensors: Tensor) -> bool:
-    """Whether all are real bf16 tensors on the CPU: a tracer's stand-ins have no memory to point at."""
-    return not torch.compiler.is_compiling() and all(
+def _kernels_for(*tensors: Tensor, is_fit: bool) -> CDLL | None:
+    """The passes, where all are real bf16 tensors on the CPU (a tracer's stand-ins have no memory to point at) and what else
+    a pass asks for is so."""
+    applies = not torch.compiler.is_compiling() and all(
         tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and type(tensor) in {Tensor, nn.Parameter}
         for tensor in tensors
     )
+    return library() if applies and is_fit else None
 
 
 def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
     """(y, 1 / root mean square of each row as fp32 (..., 1))."""
-    if not _applies(x) or weight_D.dtype is not torch.float32 or (kernels := library()) is None:
+    if (kernels := _kernels_for(x, is_fit=weight_D.dtype is torch.float32)) is None:
         return None
     x, weight_D = x.contiguous(), weight_D.contiguous()
     y, inverse = torch.empty_like(x), torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -34,7 +38,7 @@ def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, T
 
 def rms_norm_backward(x: Tensor, weight_D: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
     """(gradient of x, gradient of the weight in fp32)."""
-    if not _applies(x, grad) or weight_D.dtype is not torch.float32 or (kernels := library()) is None:
+    if (kernels := _kernels_for(x, grad, is_fit=weight_D.dtype is torch.float32)) is None:
         return None
     x, grad, weight_D = x.contiguous(), grad.contiguous(), weight_D.contiguous()
     num_rows, width, num_parts = inverse.numel(), x.shape[-1], torch.get_num_threads()
@@ -50,7 +54,7 @@ def rms_norm_backward(x: Tensor, weight_D: Tensor, inverse: Tensor, grad: Tensor
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor | None:
     """silu(gate) · up."""
-    if not _applies(gate, up) or gate.shape != up.shape or (kernels := library()) is None:
+    if (kernels := _kernels_for(gate, up, is_fit=gate.shape == up.shape)) is None:
         return None
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
@@ -60,7 +64,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor | None:
 
 def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
     """(gradient of gate, gradient of up)."""
-    if not _applies(gate, up, grad) or gate.shape != up.shape or (kernels := library()) is None:
+    if (kernels := _kernels_for(gate, up, grad, is_fit=gate.shape == up.shape)) is None:
         return None
     gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
@@ -70,9 +74,8 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Ten
 
 def sum_rows(x_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None) -> Tensor | None:
     """The weighted sum of each token's rows, (T, D)."""
-    if not _applies(x_RD) or (weights_TK is not None and weights_TK.dtype is not torch.float32):
-        return None
-    if (kernels := library()) is None:
+    is_fit = weights_TK is None or weights_TK.dtype is torch.float32
+    if (kernels := _kernels_for(x_RD, is_fit=is_fit)) is None:
         return None
     x_RD, rows_TK = x_RD.contiguous(), rows_TK.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
@@ -84,7 +87,7 @@ def sum_rows(x_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor | None) -> Tensor
 
 def spread_rows(x_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor, grad_TD: Tensor) -> tuple[Tensor, Tensor] | None:
     """(gradient of x, gradient of the weights) of `sum_rows` where each row belongs to one token."""
-    if not _applies(x_RD, grad_TD) or weights_TK.dtype is not torch.float32 or (kernels := library()) is None:
+    if (kernels := _kernels_for(x_RD, grad_TD, is_fit=weights_TK.dtype is torch.float32)) is None:
         return None
     tensors = tuple(tensor.contiguous() for tensor in (x_RD, rows_TK, weights_TK, grad_TD))
     grad_x_RD, grad_TK = torch.empty_like(tensors[0]), torch.empty_like(tensors[2])
@@ -96,7 +99,7 @@ def spread_rows(x_RD: Tensor, rows_TK: Tensor, weights_TK: Tensor, grad_TD: Tens
 
 def rotate(x_BLHK: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor | None:
     """Each head turned by its position's angle; tables (L, 1, K/2) or (B, L, 1, K/2), fp32."""
-    if not _applies(x_BLHK) or cos.dtype is not torch.float32 or (kernels := library()) is None:
+    if (kernels := _kernels_for(x_BLHK, is_fit=cos.dtype is torch.float32)) is None:
         return None
     batch, length, num_heads, size = x_BLHK.shape
     if x_BLHK.stride(3) != 1 or x_BLHK.stride(2) != size:
