@@ -93,9 +93,11 @@ class Plan(Config):
     def num_micro_batches(self, batch: int) -> int | None:
         """Into how many micro-batches a rank's `batch` samples are best cut for the pipeline: enough to keep its bubble
         small, no more than that; None where no number will do."""
+        if self.pipeline == 1:
+            return 1
         legal = [number for number in range(1, batch + 1) if batch % number == 0 and self.takes(number)]
-        if self.pipeline == 1 or not legal:
-            return legal[0] if legal else None
+        if not legal:
+            return None
         return next((number for number in legal if number >= 2 * self.num_stages), legal[-1])
 
     @property

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +22,7 @@ from surefoot.config import RunError
 from surefoot.dist.collectives import gather
 from surefoot.dist.layout import COPIES, Layout
 from surefoot.dist.mesh import AXES, Grid
+from surefoot.dist.objects import all_objects
 from surefoot.optim.base import Optimizer, Param
 from surefoot.parallel.shard import DataParallel
 from surefoot.train.agree import Ranks
@@ -144,8 +144,7 @@ def deviations(tensors: Sequence[Held], ranks: Ranks) -> list[Deviation]:
     ]
     if not any(_compare(everybody, grid)):
         return []
-    dist.all_gather_object(everybody, own, group=ranks.group)
-    return list(_compare(everybody, grid))
+    return list(_compare(all_objects(own, ranks.group), grid))
 
 
 def _compare(everybody: Sequence[Mapping[Any, Seen]], grid: Grid) -> Iterator[Deviation]:

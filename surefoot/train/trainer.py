@@ -23,7 +23,6 @@ from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
 from surefoot.dist.waiting import WaitClock
-from surefoot.models.count import build_meta, flops_per_token
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
 from surefoot.ops.native.build import library, status
@@ -120,9 +119,9 @@ class Trainer:
         self.params, self.states = laid_params(self.laid), states_of(self.laid.model, mesh)
         self.optimizer = run.optim.build(self.params)
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
-        self.flops_per_token = flops_per_token(build_meta(run.model), run.data.sequence_length)["causal"]
         self.peak = peak_flops(self.device, self.dtype)
         self.facts = gather(run, self.dataset, self.device, self.peak)
+        self.flops_per_token: float = self.facts["flops_per_token"]["causal"]
         self.saver = Saver(self.folder.checkpoints, run.checkpoint, self.ranks.group, self._say)
         self.progress = self._resume()
         self.copies = CopyCheck(self.laid.data_parallel, self.params, self.optimizer, self.ranks, self.folder.path)
