@@ -7,12 +7,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from surefoot.blocks.base import Mixer
 from surefoot.config import ConfigError
-from surefoot.dist.mesh import Grid, Mesh, make_all_groups
+from surefoot.dist.mesh import Grid, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
 from surefoot.ops.attention import attend, attend_plain
@@ -107,13 +106,10 @@ def part_of(x: Tensor, size: int, rank: int) -> Tensor:
 
 def local_attention(kind: Kind, size: int, inputs: list[Tensor], dy: Tensor, docs: Documents) -> list[Tensor] | None:
     """Output and gradients of this rank's part."""
-    grid = Grid({"context": size})
-    make_all_groups(grid)
-    rank = dist.get_rank()
-    if rank >= size:
+    mesh = own_mesh(Grid({"context": size}))
+    if mesh is None:
         return None
-    mesh = Mesh(grid, rank)
-    group = mesh.group("context")
+    rank, group = mesh.rank, mesh.group("context")
     assert group is not None
     form = FORMS[kind](group, rank, size)
     own = docs.cut(runs_of(rank, size, docs.length))

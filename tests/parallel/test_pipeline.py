@@ -58,12 +58,12 @@ def test_more_stages_a_rank(pool: Pool, schedule: Schedule) -> None:
 def test_evaluation_is_that_of_one_process(pool: Pool, schedule: Schedule) -> None:
     config = decoder(tied=True)
     found = pool.run(evaluated, Plan(pipeline=2, schedule=schedule, shard=2, tensor=2), config)
-    (expected,) = evaluated(Plan(), config)
+    expected = evaluated(Plan(), config)
     # Tensor-parallel ranks all have their samples' loss; the last stage has it, the others have nothing.
-    assert sum(nll for (nll,) in found) / 2 == pytest.approx(expected, rel=1e-12)
+    assert sum(found) / 2 == pytest.approx(expected, rel=1e-12)
 
 
-def evaluated(plan: Plan, config: DecoderConfig) -> tuple[float]:
+def evaluated(plan: Plan, config: DecoderConfig) -> float:
     mesh = own_mesh(plan.grid)
     assert mesh is not None
     device = torch.device("cpu")
@@ -72,7 +72,7 @@ def evaluated(plan: Plan, config: DecoderConfig) -> tuple[float]:
     first = mesh.index("replicate", "shard") * size
     own = [tensor[first : first + size] for tensor in ragged_batch(config.vocab_size)]
     micro_batches = list(zip(*(tensor.chunk(2) for tensor in own), strict=True))
-    return (laid.evaluate(micro_batches, torch.float64),)
+    return laid.evaluate(micro_batches, torch.float64)
 
 
 @pytest.mark.parametrize("seed", range(20))

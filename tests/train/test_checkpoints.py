@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surefoot.checkpoint import saver
@@ -21,7 +20,7 @@ from surefoot.checkpoint.load import latest, open_checkpoint, read_tensors
 from surefoot.checkpoint.metadata import tensor_metadata
 from surefoot.config import CheckpointError, override
 from surefoot.dist.layout import Layout, Place, Split
-from surefoot.dist.mesh import Grid, Mesh, make_all_groups
+from surefoot.dist.mesh import Grid, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.observe.folder import RunFolder
 from surefoot.optim.adamw import AdamWConfig
@@ -52,10 +51,10 @@ def four_ranks(pool: Pool, run: Run, tmp_path_factory: pytest.TempPathFactory) -
 
 def held(run: Run, path: Path) -> dict[str, tuple[tuple[slice, ...] | None, torch.Tensor]] | None:
     """What a rank holds after it has read a run's newest checkpoint: which part of each weight and moment, and its entries."""
-    make_all_groups(run.plan.grid)
-    if dist.get_rank() >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return None
-    trainer = Trainer(run, RunFolder(path), rank=dist.get_rank())
+    trainer = Trainer(run, RunFolder(path), rank=mesh.rank)
     trainer._set_up()
     state, found = trainer.optimizer.state(), {}
     for param in trainer.params:
@@ -116,10 +115,10 @@ class Largest(TorchDispatchMode):
 
 def save_watched(run: Run, path: Path) -> tuple[int, int] | None:
     """The largest tensor made to save, and the largest that was written."""
-    make_all_groups(run.plan.grid)
-    if dist.get_rank() >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return None
-    trainer = Trainer(run, RunFolder(path), rank=dist.get_rank())
+    trainer = Trainer(run, RunFolder(path), rank=mesh.rank)
     trainer._set_up()
     written: list[int] = []
     write = saver.write_parts
@@ -192,11 +191,9 @@ def test_saving_in_the_background_changes_no_bit(pool: Pool, run: Run, tmp_path:
 
 def stages(path: Path) -> tuple[str, list[str]] | None:
     """Two pipeline ranks with weights of their own save and restore; the hash of all weights, and what is refused."""
-    grid = Grid({"pipeline": 2, "tensor": 2})
-    make_all_groups(grid)
-    if dist.get_rank() >= 4:
+    mesh = own_mesh(Grid({"pipeline": 2, "tensor": 2}))
+    if mesh is None:
         return None
-    mesh = Mesh(grid, dist.get_rank())
     ranks = Ranks(mesh, torch.device("cpu"))
 
     def params(fill: bool) -> list[Param]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from surefoot.config import RunError, override
 from surefoot.data.loader import Loader
 from surefoot.dist.layout import Layout, Split
-from surefoot.dist.mesh import Grid, make_all_groups
+from surefoot.dist.mesh import Grid, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.count import build_meta
 from surefoot.models.initialise import named_weights
@@ -51,12 +50,11 @@ class Flipping(Trainer):
 
 def fit(run: Run, path: Path, plant: Flip | None = None) -> str | None:
     """What a rank's run ended with; None where the plan does not use it."""
-    make_all_groups(run.plan.grid)
-    rank = dist.get_rank()
-    if rank >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return None
-    folder = RunFolder.create(path, run) if rank == 0 else RunFolder(path)
-    trainer = Flipping(run, folder, rank=rank)
+    folder = RunFolder.create(path, run) if mesh.rank == 0 else RunFolder(path)
+    trainer = Flipping(run, folder, rank=mesh.rank)
     trainer.plant = plant
     try:
         return str(trainer.fit())
@@ -197,11 +195,11 @@ def test_copies_take_one_collective(pool: Pool, run: Run) -> None:
 
 
 def count_collectives(run: Run) -> int | None:
-    make_all_groups(run.plan.grid)
-    if dist.get_rank() >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return None
     path = Path("/nonexistent")
-    trainer = Trainer(run, RunFolder(path), rank=dist.get_rank())
+    trainer = Trainer(run, RunFolder(path), rank=mesh.rank)
     trainer.folder.rewind = lambda _step: None  # type: ignore[method-assign]
     trainer.folder.write_json = lambda _name, _value: None  # type: ignore[method-assign]
     trainer._set_up()

@@ -118,6 +118,11 @@ class Torchrun:
         self.log.seek(0)
         return self.log.read()
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
     def finish(self) -> str:
         assert self.process.wait(120) == 0, self.text()[-3000:]
         return self.text()
@@ -145,9 +150,7 @@ def test_ten_kills_at_random_moments(recipe: Path, straight: dict[str, Any], tmp
             os.kill(ranks[victim], signal.SIGKILL)
         text = torchrun.finish()
     finally:
-        torchrun.process.kill()
-        torchrun.process.wait()
-        torchrun.log.close()
+        torchrun.end()
     assert text.count("resuming from") + text.count("starting again") >= 7  # all but the kills in start-up
     assert ends_with(torchrun.out) == straight
 
@@ -164,9 +167,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(
         os.kill(ranks[victim], signal.SIGSTOP)
         text = torchrun.finish()
     finally:
-        torchrun.process.kill()
-        torchrun.process.wait()
-        torchrun.log.close()
+        torchrun.end()
     assert f"rank {victim} is stopped (SIGSTOP), so it cannot show its stack, last seen in step" in text
     assert f"rank {1 - victim} waits in" in text
     assert "resuming from" in text

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from surefoot.config import override
-from surefoot.dist.mesh import make_all_groups
+from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.dist.waiting import WaitClock
 from surefoot.observe.folder import RunFolder
@@ -38,12 +38,11 @@ class Slow(Trainer):
 
 
 def fit(run: Run, path: Path, kind: type[Trainer]) -> bool | None:
-    make_all_groups(run.plan.grid)
-    rank = dist.get_rank()
-    if rank >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return None
-    folder = RunFolder.create(path, run) if rank == 0 else RunFolder(path)
-    return kind(run, folder, rank=rank).fit()
+    folder = RunFolder.create(path, run) if mesh.rank == 0 else RunFolder(path)
+    return kind(run, folder, rank=mesh.rank).fit()
 
 
 def test_the_slowest_rank_is_in_the_record_and_bits_are_the_same(pool: Pool, tiny: Tiny, tmp_path: Path) -> None:

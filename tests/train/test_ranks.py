@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from surefoot.checkpoint.load import latest, read_tensors
 from surefoot.config import ConfigError, override, to_json
-from surefoot.dist.mesh import make_all_groups
+from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, StepReport
@@ -54,17 +53,14 @@ class StopAfter(Hook):
 
 def fit(run: Run, path: Path, stop_after: int | None = None) -> bool | None:
     """One rank of a run; whether it reached its end, None on a rank that the plan does not use."""
-    rank = 0
-    if dist.is_initialized():
-        make_all_groups(run.plan.grid)
-        rank = dist.get_rank()
-    if rank >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return None
     folder = RunFolder(path)
-    if rank == 0 and not path.exists():
+    if mesh.rank == 0 and not path.exists():
         folder = RunFolder.create(path, run)
     hooks = () if stop_after is None else (StopAfter(stop_after),)
-    return Trainer(run, folder, hooks, rank=rank).fit()
+    return Trainer(run, folder, hooks, rank=mesh.rank).fit()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -144,10 +140,10 @@ def test_a_checkpoint_goes_on_in_any_layout(
 
 def save_again(run: Run, path: Path, other: Path) -> None:
     """Restore a run's newest checkpoint in a layout and save what is in memory elsewhere."""
-    make_all_groups(run.plan.grid)
-    if dist.get_rank() >= run.plan.num_ranks:
+    mesh = own_mesh(run.plan.grid)
+    if mesh is None:
         return
-    trainer = Trainer(run, RunFolder(path), rank=dist.get_rank())
+    trainer = Trainer(run, RunFolder(path), rank=mesh.rank)
     trainer._set_up()
     trainer.saver.folder = RunFolder(other).checkpoints
     trainer._save("blocking")
