@@ -69,12 +69,19 @@ class MixerState(Protocol):
     length: int
 
 
+Shared = dict[str, Tensor]
+"""What layers of one pass leave for later ones, by name: keys and values that several layers use, say."""
+
+
 class Mixer(Block):
     """Mixes along the sequence: causal, never across a document; stepping with a state equals one full pass."""
 
+    reads_shared = False
+    """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
+
     @abstractmethod
-    def forward(self, x_BLD: Tensor, docs: Documents, state: Any = None) -> Tensor:
-        """(B, L, D) to (B, L, D); with a state, continues from it and advances it in place."""
+    def forward(self, x_BLD: Tensor, docs: Documents, state: Any = None, shared: Shared | None = None) -> Tensor:
+        """(B, L, D) to (B, L, D); with a state, continues from it and advances it in place. May add to `shared`."""
 
     @abstractmethod
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> MixerState:

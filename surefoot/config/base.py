@@ -263,6 +263,11 @@ def _convert(value: object, hint: Any, path: str, *, allow: Sequence[str], known
         return tuple(
             _convert(item, inner, _join(path, str(index)), allow=allow, known=known) for index, item in enumerate(value)
         )
+    if origin is dict and isinstance(value, Mapping):
+        return {
+            key: _convert(item, arguments[1], _join(path, str(key)), allow=allow, known=known)
+            for key, item in value.items()
+        }
     if hint is Path and isinstance(value, str):
         return Path(value)
     return value

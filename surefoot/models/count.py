@@ -53,8 +53,7 @@ def flops_per_token(model: Decoder, length: int) -> dict[str, float]:
     counts = count_parameters(model)
 
     def forward(causal: bool) -> float:
-        layers = sum(layer.mixer.flops(length, causal=causal) + layer.ffn.flops() for layer in model._layers())
-        return float(layers) + model.head.flops()
+        return sum(layer.flops(length, causal=causal) for layer in model._layers()) + model.head.flops()
 
     return {
         "6N_total": 6.0 * counts["total"],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from surefoot.blocks.base import FeedForwardConfig, MixerConfig, MixerState
+from surefoot.blocks.base import FeedForwardConfig, MixerConfig, MixerState, Shared
 from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
 from surefoot.blocks.norm import RMSNorm
@@ -17,23 +18,40 @@ from surefoot.models.routing import take_auxiliary
 from surefoot.ops.documents import Documents
 from surefoot.ops.loss import LossSums
 
+NormPlacement = Literal["pre", "post", "sandwich"]
+
 
 class DecoderConfig(Config):
-    """Embedding, `depth` pre-norm layers of a mixer and a feed-forward network, a final norm, a head."""
+    """Embedding, `depth` layers of a mixer and a feed-forward network, a final norm, a head.
+
+    Which mixer a layer has, a pattern of letters says: `m` is `mixer`, other letters are keys of `other_mixers`, `-` is
+    none. Patterns are repeated up to `depth`. So it is with feed-forward networks, where `f` is `ffn`.
+    """
 
     vocab_size: int = Field(gt=0, description="at least the tokenizer's; more is padding that no text uses")
     width: int = Field(gt=0)
     depth: int = Field(gt=0, description="number of layers")
     mixer: MixerConfig
-    ffn: FeedForwardConfig
-    other_ffn: FeedForwardConfig | None = Field(default=None, description="of the layers that ffn_pattern gives an o")
-    ffn_pattern: str = Field(
-        default="f",
-        pattern=r"^[fo]+$",
-        description="which feed-forward network each layer has, f: ffn, o: other_ffn; repeated up to depth, as in "
-        "of (every second) or offffff (the first of seven)",
+    other_mixers: dict[str, MixerConfig] = Field(default={}, description="by the letter they have in mixer_pattern")
+    mixer_pattern: str = Field(
+        default="m", min_length=1, description="as in wwwm (three of four layers have the mixer w)"
     )
+    ffn: FeedForwardConfig
+    other_ffns: dict[str, FeedForwardConfig] = Field(default={}, description="by the letter they have in ffn_pattern")
+    ffn_pattern: str = Field(default="f", min_length=1, description="as in df (every second layer has the network d)")
     norm_eps: float = Field(default=1e-6, gt=0)
+    norm_placement: NormPlacement = Field(
+        default="pre", description="RMS norms before each part, after it, or both; never on the residual stream itself"
+    )
+    arrangement: Literal["sequential", "parallel"] = Field(
+        default="sequential", description="parallel: mixer and network read the same normed input (Wang, 2021)"
+    )
+    embedding_scale: float = Field(default=1.0, gt=0, description="multiplies embeddings")
+    residual_scale: float = Field(default=1.0, gt=0, description="multiplies what a part adds to the residual stream")
+    logit_scale: float = Field(default=1.0, gt=0, description="multiplies logits, before the softcap")
+    logit_softcap: float | None = Field(
+        default=None, gt=0, description="logits become this times tanh(logits / this) (Gemma 2, 2024)"
+    )
     tied: bool = Field(default=False, description="whether the head shares the embedding's weight")
     z_loss: float = Field(
         default=1e-4, ge=0, description="weight of the squared log-partition (Chowdhery et al., 2022)"
@@ -44,26 +62,65 @@ class DecoderConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _mixer_fits(self) -> Self:
-        self.mixer.check_width(self.width)
+    def _mixers_fit(self) -> Self:
+        for mixer in (self.mixer, *self.other_mixers.values()):
+            mixer.check_width(self.width)
         return self
 
     @model_validator(mode="after")
-    def _pattern_fits(self) -> Self:
-        length = len(self.ffn_pattern)
-        if self.depth % length:
-            raise FieldError(
-                "ffn_pattern", self.ffn_pattern, f"has {length} letters, which must divide depth {self.depth}"
-            )
-        if ("o" in self.ffn_pattern) != (self.other_ffn is not None):
-            remedy = "needs other_ffn" if self.other_ffn is None else "has no o, so other_ffn would be nowhere"
-            raise FieldError("ffn_pattern", self.ffn_pattern, f"{remedy}; give both or neither")
+    def _patterns_fit(self) -> Self:
+        self._check_pattern("mixer_pattern", self.mixer_pattern, "m", "other_mixers", self.other_mixers)
+        self._check_pattern("ffn_pattern", self.ffn_pattern, "f", "other_ffns", self.other_ffns)
+        for layer in range(self.depth):
+            if self.mixer_of(layer) is None and self.ffn_of(layer) is None:
+                raise FieldError("ffn_pattern", self.ffn_pattern, f"leaves layer {layer} without mixer and network")
         return self
 
-    def ffn_of(self, layer: int) -> FeedForwardConfig:
-        """The feed-forward network of a layer, counted from 0."""
+    @model_validator(mode="after")
+    def _arrangement_fits(self) -> Self:
+        if self.arrangement == "parallel" and self.norm_placement == "post":
+            raise FieldError("norm_placement", "post", "needs arrangement=sequential; use pre or sandwich")
+        return self
+
+    def _check_pattern(self, field: str, pattern: str, first: str, where: str, others: Mapping[str, Config]) -> None:
+        if self.depth % len(pattern):
+            raise FieldError(field, pattern, f"has {len(pattern)} letters, which must divide depth {self.depth}")
+        for letter in others:
+            if len(letter) != 1 or not letter.isalpha() or letter == first:
+                raise FieldError(where, letter, f"must be one letter other than {first}")
+            if letter not in pattern:
+                raise FieldError(field, pattern, f"has no {letter}, so {where}.{letter} would be nowhere")
+        for letter in pattern:
+            if letter not in {first, "-", *others}:
+                raise FieldError(field, pattern, f"has the letter {letter}, which {where} does not")
+
+    def mixer_of(self, layer: int) -> MixerConfig | None:
+        """The mixer of a layer, counted from 0; None where it has none."""
+        letter = self.mixer_pattern[layer % len(self.mixer_pattern)]
+        return None if letter == "-" else self.other_mixers.get(letter, self.mixer)
+
+    def ffn_of(self, layer: int) -> FeedForwardConfig | None:
+        """The feed-forward network of a layer, counted from 0; None where it has none."""
         letter = self.ffn_pattern[layer % len(self.ffn_pattern)]
-        return self.other_ffn if letter == "o" and self.other_ffn is not None else self.ffn
+        return None if letter == "-" else self.other_ffns.get(letter, self.ffn)
+
+    def in_short(self, least: int) -> DecoderConfig:
+        """Each combination of mixer and network that occurs, once, in order; at least `least` layers by going round."""
+        pairs = list(
+            dict.fromkeys(
+                (
+                    self.mixer_pattern[layer % len(self.mixer_pattern)],
+                    self.ffn_pattern[layer % len(self.ffn_pattern)],
+                )
+                for layer in range(self.depth)
+            )
+        )
+        rounds = -(-least // len(pairs))
+        patterns = {
+            "mixer_pattern": "".join(mixer for mixer, _ in pairs),
+            "ffn_pattern": "".join(ffn for _, ffn in pairs),
+        }
+        return self.model_copy(update={"depth": rounds * len(pairs), **patterns})
 
     def build(self) -> Decoder:
         """The model, its weights unfilled (`initialise` fills them); use under `torch.device("meta")` to count."""
@@ -71,21 +128,60 @@ class DecoderConfig(Config):
 
 
 class Layer(nn.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x))."""
+    """x + mixer(norm(x)), then x + ffn(norm(x)); see `DecoderConfig` for where else norms may be and what may be left out."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
+        self.config = config
         output_scale = 0.0 if config.residual_init == "zero" else (2 * config.depth) ** -0.5
-        self.norm_mixer = RMSNorm(config.width, config.norm_eps)
-        self.mixer = config.mixer.build(width=config.width, output_scale=output_scale)
-        self.norm_ffn = RMSNorm(config.width, config.norm_eps)
-        self.ffn = config.ffn_of(index).build(width=config.width, output_scale=output_scale)
+        mixer, ffn = config.mixer_of(index), config.ffn_of(index)
+        before, after = config.norm_placement != "post", config.norm_placement != "pre"
+        one_norm = config.arrangement == "parallel" and mixer is not None
 
-    def forward(self, x_BLD: Tensor, docs: Documents, state: MixerState | None = None) -> Tensor:
-        """(B, L, D) to (B, L, D)."""
-        x_BLD = x_BLD + self.mixer(self.norm_mixer(x_BLD), docs, state)
-        y_BLD: Tensor = x_BLD + self.ffn(self.norm_ffn(x_BLD))
-        return y_BLD
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm(config.width, config.norm_eps) if wanted else None
+
+        self.norm_mixer = norm(before and mixer is not None)
+        self.mixer = None if mixer is None else mixer.build(width=config.width, output_scale=output_scale)
+        self.norm_mixer_out = norm(after and mixer is not None)
+        self.norm_ffn = norm(before and ffn is not None and not one_norm)
+        self.ffn = None if ffn is None else ffn.build(width=config.width, output_scale=output_scale)
+        self.norm_ffn_out = norm(after and ffn is not None)
+
+    def forward(
+        self, x_BLD: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
+    ) -> tuple[Tensor, Shared]:
+        """(B, L, D) to (B, L, D), and what later layers may read: what earlier ones left, and this one.
+
+        Both are returned, so that a wrapper of layers sees all through which gradients come.
+        """
+        shared = dict(shared or {})
+        normed_BLD = _through(self.norm_mixer, x_BLD)
+        y_BLD = x_BLD
+        if self.mixer is not None:
+            y_BLD = self._add(y_BLD, self.mixer(normed_BLD, docs, state, shared), self.norm_mixer_out)
+        if self.ffn is not None:
+            is_parallel = self.config.arrangement == "parallel" and self.mixer is not None
+            input_BLD = normed_BLD if is_parallel else _through(self.norm_ffn, y_BLD)
+            y_BLD = self._add(y_BLD, self.ffn(input_BLD), self.norm_ffn_out)
+        return y_BLD, shared
+
+    def _add(self, x_BLD: Tensor, part_BLD: Tensor, norm: RMSNorm | None) -> Tensor:
+        part_BLD = _through(norm, part_BLD)
+        scale = self.config.residual_scale
+        return x_BLD + part_BLD if scale == 1 else x_BLD.add(part_BLD, alpha=scale)
+
+    def flops(self, length: int, *, causal: bool) -> float:
+        """Forward FLOPs a token, as its parts count them."""
+        mixer = 0.0 if self.mixer is None else self.mixer.flops(length, causal=causal)
+        return mixer + (0.0 if self.ffn is None else self.ffn.flops())
+
+
+def _through(norm: RMSNorm | None, x_BLD: Tensor) -> Tensor:
+    if norm is None:
+        return x_BLD
+    normed_BLD: Tensor = norm(x_BLD)
+    return normed_BLD
 
 
 class Decoder(nn.Module):
@@ -94,24 +190,33 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.width, std=1.0 if not config.tied else config.width**-0.5)
+        std = config.width**-0.5 if config.tied else 1.0
+        self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
         self.norm = RMSNorm(config.width, config.norm_eps)
         tied = self.embedding.weight if config.tied else None
-        self.head = Head(config.vocab_size, config.width, config.z_loss, tied)
+        self.head = Head(
+            config.vocab_size,
+            config.width,
+            config.z_loss,
+            tied,
+            scale=config.logit_scale,
+            softcap=config.logit_softcap,
+        )
 
     def forward(
         self,
         tokens_BL: Tensor,
         docs: Documents,
-        states: list[MixerState] | None = None,
+        states: Sequence[MixerState | None] | None = None,
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
         x_BLD: Tensor = self.embedding(tokens_BL, dtype or self.embedding.weight.dtype)
+        shared: Shared = {}
         for index, layer in enumerate(self.layers):
-            x_BLD = layer(x_BLD, docs, states[index] if states is not None else None)
+            x_BLD, shared = layer(x_BLD, docs, states[index] if states is not None else None, shared)
         hidden: Tensor = self.norm(x_BLD)
         return hidden
 
@@ -131,9 +236,11 @@ class Decoder(nn.Module):
         scores: Tensor = self.head(hidden)
         return scores
 
-    def new_states(self, batch: int, length: int, dtype: torch.dtype) -> list[MixerState]:
-        """One empty state a layer, with room for `length` positions."""
-        return [layer.mixer.new_state(batch, length, dtype) for layer in self._layers()]
+    def new_states(self, batch: int, length: int, dtype: torch.dtype) -> list[MixerState | None]:
+        """One empty state a layer, with room for `length` positions; None for a layer without a mixer."""
+        return [
+            None if layer.mixer is None else layer.mixer.new_state(batch, length, dtype) for layer in self._layers()
+        ]
 
-    def _layers(self) -> list[Any]:
-        return list(self.layers)
+    def _layers(self) -> list[Layer]:
+        return cast(list[Layer], list(self.layers))

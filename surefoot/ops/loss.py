@@ -47,7 +47,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float, part: VocabularyPart | None
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        z_weight: float,
+        part: VocabularyPart | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         narrow_VD = weight_VD.to(x_TD.dtype)
@@ -61,6 +67,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_CD, targets_C = x_TD[start : start + rows], targets_T[start : start + rows]
             valid_C = (targets_C != IGNORED).to(wide)
             logits_CV = mm(x_CD, narrow_VD.t(), wide)
+            slope_CV = None
+            if softcap is not None:
+                logits_CV = logits_CV.div_(softcap).tanh_()
+                slope_CV = 1 - logits_CV.square() if is_training else None
+                logits_CV = logits_CV.mul_(softcap)
             top_C1 = logits_CV.amax(1, keepdim=True)
             if part is None:
                 safe_C1, here_C = targets_C.clamp_min(0)[:, None], valid_C
@@ -83,6 +94,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # d(nll + z_weight z)/dlogits = p (1 + 2 z_weight log Z) - onehot, zero where nothing is predicted
             scale_C = valid_C * (1 + 2 * z_weight * log_total_C)
             grad_CV = weights_CV.mul_(scale_C[:, None] / total_C1).scatter_add_(1, safe_C1, -here_C[:, None])
+            if slope_CV is not None:
+                grad_CV *= slope_CV
             narrow_CV = grad_CV.to(x_TD.dtype)
             grad_x_TD[start : start + rows] = mm(narrow_CV, narrow_VD, x_TD.dtype)
             grad_VD += mm(narrow_CV.t(), x_CD, grad_VD.dtype)
@@ -92,9 +105,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return nll + z_weight * z, nll, z
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_x_TD, grad_VD = ctx.saved_tensors
-        return grad_x_TD * grads[0].to(grad_x_TD.dtype), grad_VD * grads[0].to(grad_VD.dtype), None, None, None
+        return grad_x_TD * grads[0].to(grad_x_TD.dtype), grad_VD * grads[0].to(grad_VD.dtype), None, None, None, None
 
 
 def linear_cross_entropy(
@@ -103,21 +116,26 @@ def linear_cross_entropy(
     targets_T: Tensor,
     z_weight: float = 0.0,
     part: VocabularyPart | None = None,
+    *,
+    softcap: float | None = None,
 ) -> tuple[Tensor, LossSums]:
     """Σ nll + z_weight Σ (log Z)² over the valid targets, differentiable, and the two sums for the record.
 
-    The z term keeps the logits from drifting (PaLM, Chowdhery et al., 2022). Softmax runs in at least fp32. With a `part`
-    the weight holds some rows of the vocabulary only, the sums are over all of it, and x's gradient is this part's share.
+    With a `softcap` c the logits are c tanh(x W / c). The z term keeps the logits from drifting (PaLM, Chowdhery et al.,
+    2022). Softmax runs in at least fp32. With a `part` the weight holds some rows of the vocabulary only, the sums are over
+    all of it, and x's gradient is this part's share.
     """
-    objective, nll, z = apply(_LinearCrossEntropy, x_TD, weight_VD, targets_T, z_weight, part)
+    objective, nll, z = apply(_LinearCrossEntropy, x_TD, weight_VD, targets_T, z_weight, part, softcap)
     return objective, LossSums(nll, z)
 
 
 def linear_cross_entropy_plain(
-    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float = 0.0
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, z_weight: float = 0.0, softcap: float | None = None
 ) -> tuple[Tensor, LossSums]:
     """The reference of `linear_cross_entropy`: whole logits, by autograd."""
     logits_TV = x_TD @ weight_VD.to(x_TD.dtype).t()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
     log_total_T = logits_TV.to(torch.promote_types(x_TD.dtype, torch.float32)).logsumexp(-1)
     valid_T = targets_T != IGNORED
     picked_T = logits_TV.gather(1, targets_T.clamp_min(0)[:, None])[:, 0]

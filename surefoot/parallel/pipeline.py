@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from surefoot.blocks.base import Router
+from surefoot.blocks.base import Mixer, Router
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
@@ -51,6 +51,13 @@ def check(model: Decoder, plan: Plan) -> None:
         raise ConfigError(
             "plan.pipeline", plan.pipeline, f"does not carry the losses of routers yet ({routed}); use plan.pipeline=1"
         )
+    reader = next(
+        (name for name, module in model.named_modules() if isinstance(module, Mixer) and module.reads_shared), ""
+    )
+    if plan.pipeline > 1 and reader:
+        raise ConfigError(
+            "plan.pipeline", plan.pipeline, f"parts {reader} from the layer whose results it reads; use plan.pipeline=1"
+        )
     if plan.num_stages > depth:
         per_rank = plan.num_stages // plan.pipeline
         raise ConfigError(
@@ -66,7 +73,7 @@ def bounds_of(model: Decoder, num_stages: int, sequence_length: int) -> list[int
 
     The model is whole and may be on meta. Among equals the earlier stages get more: the head's activations are the largest.
     """
-    costs = [layer.mixer.flops(sequence_length, causal=True) + layer.ffn.flops() for layer in model._layers()]
+    costs = [layer.flops(sequence_length, causal=True) for layer in model._layers()]
     return balanced_bounds(costs, model.head.flops(), num_stages)
 
 
@@ -138,7 +145,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x_BLD = self.embedding(tokens_BL, self._dtype)
         for layer in self.layers.values():
-            x_BLD = layer(x_BLD, docs)
+            x_BLD, _ = layer(x_BLD, docs)
         if self.norm is None or self.head is None:
             return x_BLD
         objective, sums = self.head.loss(self.norm(x_BLD), targets_BL)

@@ -142,10 +142,10 @@ class _Objective:
         self.part = VocabularyPart(start, num_rows, lambda x: max_(x, group), lambda x: sum_(x, group))
 
     def __call__(
-        self, x_BLD: Tensor, weight_VD: Tensor, targets_BL: Tensor, z_weight: float
+        self, x_BLD: Tensor, weight_VD: Tensor, targets_BL: Tensor, z_weight: float, softcap: float | None
     ) -> tuple[Tensor, LossSums]:
         x_TD = gather(x_BLD, _SEQUENCE, self.group).flatten(0, 1)
-        return linear_cross_entropy(x_TD, weight_VD, targets_BL.flatten(), z_weight, self.part)
+        return linear_cross_entropy(x_TD, weight_VD, targets_BL.flatten(), z_weight, self.part, softcap=softcap)
 
 
 def _refusal(size: int, count: int, what: str) -> ConfigError:

@@ -57,6 +57,8 @@ class _Step:
     weights: list[_Weight]
     layers: list[tuple[int, int]]
     """For each layer the rows of its query weights, and of its key and value weights, on this rank."""
+    num_parts: int
+    """Mixers and feed-forward networks."""
     width: int
     sent: dict[Flow, float] = field(default_factory=dict)
 
@@ -119,9 +121,10 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
             sum(getattr(mixer, name).shape[0] for name, axes in mixer.axes.items() if axes[0] == axis) // plan.tensor
             for axis in ("heads", "kv_heads")
         )
-        for mixer in (layer.mixer for layer in model._layers())
+        for mixer in (layer.mixer for layer in model._layers() if layer.mixer is not None)
     ]
-    return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], model.config.width)
+    parts = [part for layer in model._layers() for part in (layer.mixer, layer.ffn) if part is not None]
+    return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], len(parts), model.config.width)
 
 
 def _data(step: _Step) -> None:
@@ -161,7 +164,7 @@ def _tensor(step: _Step) -> None:
     # Forward gathers before and scatters after each of the two parts of a layer, backward the other way round; the embedding
     # scatters and the head gathers, and backward the other way round.
     for kind in ("all-gather", "reduce-scatter"):
-        step.add(axes, kind, num_passes * hidden * (4 * len(step.layers) + 2))
+        step.add(axes, kind, num_passes * hidden * (2 * step.num_parts + 2))
     # The largest logit, then the sum of exponentials and the target's logit, of each token.
     step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide)
     uncut = sum(step.numbers(weight.kept) for weight in step.weights if not weight.cut.is_cut_along("tensor"))

@@ -62,12 +62,13 @@ class Verdict:
 
 
 def shrunk(run: Run) -> Run:
-    """The run small enough for a laptop: few layers, a short sequence, 16 samples a step, fp64, and one process."""
+    """The run small enough for a laptop: few layers, one of each kind, a short sequence, 16 samples a step, fp64, one process."""
     length = min(LENGTH, run.data.sequence_length)
+    model = run.model.in_short(min(DEPTH, run.model.depth))
+    train = run.train.model_copy(update={"micro_batch": None})
     small = override(
-        run.model_copy(update={"plan": Plan(), "train": run.train.model_copy(update={"micro_batch": None})}),
+        run.model_copy(update={"model": model, "plan": Plan(), "train": train}),
         [
-            f"model.depth={min(DEPTH, run.model.depth)}",
             f"train.batch={BATCH}",
             f"data.sequence_length={length}",
             "precision.compute=fp64",
@@ -78,7 +79,9 @@ def shrunk(run: Run) -> Run:
 
 def deep_enough(run: Run, plan: Plan) -> Run:
     """The run with a layer for each stage of the plan."""
-    return override(run, [f"model.depth={max(run.model.depth, plan.num_stages)}"])
+    if run.model.depth >= plan.num_stages:
+        return run
+    return run.model_copy(update={"model": run.model.in_short(plan.num_stages)})
 
 
 def legal_plans(run: Run, num_ranks: int) -> list[Plan]:

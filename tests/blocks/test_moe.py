@@ -256,7 +256,7 @@ def test_the_bias_evens_out_skewed_loads() -> None:
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
 def test_flops_and_parameters_are_those_of_the_experts_met(router: RouterConfig) -> None:
-    config, length, batch = decoder(router, other_ffn=SwiGLUConfig(hidden=20), ffn_pattern="of"), 24, 3
+    config, length, batch = decoder(router, other_ffns={"o": SwiGLUConfig(hidden=20)}, ffn_pattern="of"), 24, 3
     model = config.build()
     initialise(model, 0)
     for layer in model.layers:
@@ -276,8 +276,16 @@ def test_the_pattern_gives_each_layer_its_network() -> None:
     def kinds(config: DecoderConfig) -> list[bool]:
         return [isinstance(layer.ffn, MoE) for layer in config.build().layers]
 
-    assert kinds(decoder(TopKConfig(), depth=4, other_ffn=dense, ffn_pattern="offf")) == [False, True, True, True]
-    assert kinds(decoder(TopKConfig(), depth=4, ffn=dense, other_ffn=routed, ffn_pattern="fo")) == [False, True] * 2
+    assert kinds(decoder(TopKConfig(), depth=4, other_ffns={"o": dense}, ffn_pattern="offf")) == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert (
+        kinds(decoder(TopKConfig(), depth=4, ffn=dense, other_ffns={"o": routed}, ffn_pattern="fo"))
+        == [False, True] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,8 +298,14 @@ def test_the_pattern_gives_each_layer_its_network() -> None:
             lambda: decoder(TopKConfig(), ffn_pattern="fff"),
             "ffn_pattern: 'fff': has 3 letters, which must divide depth 2",
         ),
-        (lambda: decoder(TopKConfig(), ffn_pattern="of"), "ffn_pattern: 'of': needs other_ffn"),
-        (lambda: decoder(TopKConfig(), other_ffn=SwiGLUConfig(hidden=4)), "has no o, so other_ffn would be nowhere"),
+        (
+            lambda: decoder(TopKConfig(), ffn_pattern="of"),
+            "ffn_pattern: 'of': has the letter o, which other_ffns does not",
+        ),
+        (
+            lambda: decoder(TopKConfig(), other_ffns={"o": SwiGLUConfig(hidden=4)}),
+            "has no o, so other_ffns.o would be nowhere",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Callable[[], object], message: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from surefoot.blocks.base import Initial, Mixer, MixerConfig
+from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.norm import RMSNorm
 from surefoot.config import FieldError
 from surefoot.ops.attention import attend
@@ -88,7 +88,13 @@ class Attention(Mixer):
         self.norm_k = RMSNorm(self.head_size, config.norm_eps, "head") if config.qk_norm else None
         self.attend: Callable[[Tensor, Tensor, Tensor, Documents], Tensor] = attend
 
-    def forward(self, x_BLD: Tensor, docs: Documents, state: KVState | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BLD: Tensor,
+        docs: Documents,
+        state: KVState | None = None,
+        shared: Shared | None = None,  # noqa: ARG002 - keeps its keys to itself
+    ) -> Tensor:
         """(B, L, D) to (B, L, D); with a state, queries also see the positions it holds."""
         batch, length, _ = x_BLD.shape
         heads = linear(x_BLD, self.wq, self.wk, self.wv).view(batch, length, -1, self.head_size)
