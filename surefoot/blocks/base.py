@@ -95,6 +95,14 @@ class Mixer(Block):
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes one sequence's state holds after `length` positions."""
 
+    def decode_flops(self, length: int) -> float:
+        """FLOPs of one more position after `length`: those of a full pass, all keys seen, unless decoding has its own form."""
+        return self.flops(length, causal=False)
+
+    def decode_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's state that one more position moves: all of it, read once, unless it says otherwise."""
+        return self.state_bytes(length, dtype)
+
 
 class MixerConfig(Config):
     """Describes a mixer."""

@@ -133,6 +133,29 @@ def recipes() -> None:
 
 
 @app.command()
+def cost(
+    recipes: Annotated[
+        list[str] | None, typer.Argument(metavar="RECIPE…", help="Recipes or run folders, side by side.")
+    ] = None,
+    context: Annotated[
+        str, typer.Option("--context", metavar="N,…", help="Positions that a sequence holds; 4k is 4,096.")
+    ] = "4k,32k,128k",
+    batch: Annotated[str, typer.Option("--batch", metavar="N,…", help="Sequences decoded together.")] = "1,16,64",
+    device: Annotated[
+        str, typer.Option("--device", help="a100, h100, h200, b200, l40s, mi300x, or memory,FLOP/s,bytes/s.")
+    ] = "h100",
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Devices that share weights and states.")] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and states: bf16, fp16, fp32 or fp8.")] = "bf16",
+    runs: Annotated[
+        list[Path] | None, typer.Option("--runs", metavar="RUN", help="A run folder: its loss stands beside its cost.")
+    ] = None,
+    allow: Allow = None,
+) -> None:
+    """What models cost to serve: state bytes, the largest batch, prefill and decode times."""
+    _verb("cost").run(recipes or [], context, batch, device, devices, dtype, runs or [], allow or [])
+
+
+@app.command()
 def diff(left: Recipe, right: Recipe, allow: Allow = None) -> None:
     """Print what differs between two runs or recipes."""
     _verb("diff").run(left, right, allow or [])

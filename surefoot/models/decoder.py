@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from surefoot.blocks.base import FeedForwardConfig, MixerConfig, MixerState, Shared
+from surefoot.blocks.base import FeedForward, FeedForwardConfig, Mixer, MixerConfig, MixerState, Shared
 from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
 from surefoot.blocks.norm import RMSNorm
@@ -241,6 +241,14 @@ class Decoder(nn.Module):
         return [
             None if layer.mixer is None else layer.mixer.new_state(batch, length, dtype) for layer in self._layers()
         ]
+
+    def mixers(self) -> list[Mixer]:
+        """Of the layers that have one, in order."""
+        return [layer.mixer for layer in self._layers() if layer.mixer is not None]
+
+    def ffns(self) -> list[FeedForward]:
+        """Of the layers that have one, in order."""
+        return [layer.ffn for layer in self._layers() if layer.ffn is not None]
 
     def _layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
