@@ -63,6 +63,38 @@ class Block(nn.Module):
         self.states[name] = axes
 
 
+class Connection(Block):
+    """How one part of a layer (mixer or network) reads the residual stream and writes to it.
+
+    The stream of a token is S = `num_streams` · D numbers: one vector, or several side by side.
+    """
+
+    @abstractmethod
+    def forward(self, x_BLS: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """(what the part reads (B, L, D), write); `write` turns what the part returns (B, L, D) into the stream after it."""
+
+    @abstractmethod
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+
+
+class ConnectionConfig(Config):
+    """Describes the connections of a model."""
+
+    @property
+    def num_streams(self) -> int:
+        """Vectors a token."""
+        return 1
+
+    @abstractmethod
+    def build(self, *, width: int, index: int) -> Connection:
+        """The connection of part `index` of a model of `width`, counted from 0."""
+
+    def collapse(self, x_BLS: Tensor) -> Tensor:
+        """The stream after the last layer to what the final norm reads (B, L, D)."""
+        return x_BLS
+
+
 class MixerState(Protocol):
     """What a mixer keeps of the past: `length` positions seen so far."""
 

@@ -147,5 +147,5 @@ def lay_out(
     data_parallel.after_step()
     if not stages:
         return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None)
-    passes = Pipeline(plan, stages, mesh, config.width, device)
+    passes = Pipeline(plan, stages, mesh, config.stream_width, device)
     return Laid(model, mesh, data_parallel, passes, Copies(plan, mesh, data_parallel) if config.tied else None)

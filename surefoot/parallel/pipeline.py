@@ -7,7 +7,7 @@ stages. Layers are shared out so that the largest stage costs least, the head co
 A head that shares the embedding's weight lies on the last stage, the embedding on the first: the last keeps a copy, whose
 gradient is added to the owner's and which is brought up to date after each step (`parallel.copies`).
 
-Legend: B batch, L this rank's length of the sequence, D width.
+Legend: B batch, L this rank's length of the sequence, S width of the residual stream.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: Decoder, index: int, bounds: Sequence[int]) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.config = index, model.config
         self.is_first, self.is_last = index == 0, index == len(bounds) - 2
         self.embedding = model.embedding if self.is_first else None
         self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(bounds[index], bounds[index + 1])})
@@ -138,17 +138,17 @@ class Stage(nn.Module):
         self._feeds, self._num_tokens, self._dtype = feeds, num_tokens, dtype
         self.sums = (0.0, 0.0)
 
-    def forward(self, x_BLD: Tensor, number_1: Tensor) -> Tensor:
-        """Micro-batch `number_1`: the first stage reads its tokens, not `x_BLD`; the last returns (1,), its share of the
+    def forward(self, x_BLS: Tensor, number_1: Tensor) -> Tensor:
+        """Micro-batch `number_1`: the first stage reads its tokens, not `x_BLS`; the last returns (1,), its share of the
         step's objective."""
         tokens_BL, targets_BL, docs = self._feeds[int(number_1)]
         if self.embedding is not None:
-            x_BLD = self.embedding(tokens_BL, self._dtype)
+            x_BLS = self.config.expand(self.embedding(tokens_BL, self._dtype))
         for layer in self.layers.values():
-            x_BLD, _ = layer(x_BLD, docs)
+            x_BLS, _ = layer(x_BLS, docs)
         if self.norm is None or self.head is None:
-            return x_BLD
-        objective, sums = self.head.loss(self.norm(x_BLD), targets_BL)
+            return x_BLS
+        objective, sums = self.head.loss(self.norm(self.config.connection.collapse(x_BLS)), targets_BL)
         self.sums = (self.sums[0] + sums.nll.item(), self.sums[1] + sums.z.item())
         return objective.reshape(1) / self._num_tokens  # no view: FSDP hooks on what a stage returns
 
@@ -180,16 +180,16 @@ class Pipeline:
             stage.begin(feeds, 1, dtype)
         sent = []
         for number in range(len(feeds)):
-            x_BLD = torch.empty(0)
+            x_BLS = torch.empty(0)
             for stage in self.stages:
                 source, target = self._rank_of(stage.index - 1), self._rank_of(stage.index + 1)
                 if source not in (None, self._mesh.index("pipeline")):
-                    x_BLD = torch.empty(self._shape(feeds[number]), dtype=dtype, device=self.device)
-                    dist.recv(x_BLD, group=self._group, group_src=source)
-                x_BLD = stage(x_BLD, torch.tensor([number]))
+                    x_BLS = torch.empty(self._shape(feeds[number]), dtype=dtype, device=self.device)
+                    dist.recv(x_BLS, group=self._group, group_src=source)
+                x_BLS = stage(x_BLS, torch.tensor([number]))
                 if target not in (None, self._mesh.index("pipeline")):
-                    x_BLD = x_BLD.contiguous()
-                    sent.append((dist.isend(x_BLD, group=self._group, group_dst=target), x_BLD))
+                    x_BLS = x_BLS.contiguous()
+                    sent.append((dist.isend(x_BLS, group=self._group, group_dst=target), x_BLS))
         for work, _ in sent:
             if work is not None:
                 work.wait()
