@@ -2,7 +2,8 @@
 
 A shrunk version of a run takes two optimizer steps on one ragged batch, in fp64, on one process and under a plan. Compared
 are initial weights, loss, every gradient, the gradient norm and every weight after the steps, each put together from all
-ranks, whose copies must agree. Norm scales are drawn anew first: at 1, where they start, a dropped one would not be seen.
+ranks, whose copies must agree. Norm scales and all else that starts at one
+value is drawn anew first: there a dropped one would not be seen.
 
 How much may differ is measured, not guessed: one process with its sums in another order (other micro-batches) is the noise,
 and a plan passes within `MARGIN` times it.
@@ -22,7 +23,8 @@ from surefoot.config import ConfigError, override
 from surefoot.dist.layout import Box
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
-from surefoot.models.initialise import generator_for
+from surefoot.models.count import build_meta
+from surefoot.models.initialise import constant_starts, generator_for
 from surefoot.optim.base import Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import MicroBatch, check, lay_out
@@ -247,7 +249,7 @@ def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
     share = Share()
     for param in params:
         share.keep("initial weights", param, param.tensor)
-    _redraw_vectors(params)
+    _redraw_constants(params, constant_starts(build_meta(run.model)))
     laid.after_step()
     optimizer = run.optim.build(params)
     batch = ragged_batch(run.model.vocab_size, run.data.sequence_length)
@@ -272,11 +274,11 @@ def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
 
 
 @torch.no_grad()
-def _redraw_vectors(params: Sequence[Param]) -> None:
+def _redraw_constants(params: Sequence[Param], starts: Mapping[str, float]) -> None:
     for param in params:
-        if len(param.shape) == 1:
+        if param.name in starts:
             drawn = torch.randn(param.shape, generator=generator_for(1, param.name), dtype=torch.float64)
-            param.tensor.copy_((1 + 0.3 * drawn)[param.box.slices])
+            param.tensor.copy_((starts[param.name] + 0.3 * drawn)[param.box.slices])
 
 
 def ragged_batch(vocab_size: int, length: int) -> MicroBatch:

@@ -81,7 +81,8 @@ class Hyper(Connection):
         def after(y_BLD: Tensor) -> Tensor:
             # Row i of `mix` says what each stream gets of stream i.
             mixed_BLND = mix.transpose(-1, -2) @ x_BLND
-            return torch.flatten(mixed_BLND + write[..., None] * y_BLD[..., None, :], -2)
+            streams_BLND = mixed_BLND + write[..., None] * y_BLD[..., None, :]
+            return torch.cat(streams_BLND.unbind(-2), -1)  # no view: FSDP hooks on what a layer returns
 
         return input_BLD, after
 
