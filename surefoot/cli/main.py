@@ -28,6 +28,8 @@ data_app = typer.Typer(help="Look into the data of a recipe or a run.", no_args_
 app.add_typer(data_app, name="data")
 launch_app = typer.Typer(help="Write the job file of a run over several nodes, and submit it.", no_args_is_help=True)
 app.add_typer(launch_app, name="launch")
+bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Recipe = Annotated[
     str, typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder.")
@@ -207,6 +209,21 @@ def data_inspect(
 ) -> None:
     """Decode any step's batch, or name the steps that see a document."""
     _verb("data").inspect(recipe, sets or [], step, document, rows, allow or [])
+
+
+@bench_app.command("decode")
+def bench_decode(
+    recipe: Recipe,
+    context: Annotated[
+        str, typer.Option("--context", metavar="N,…", help="Positions before the first step; 4k is 4,096.")
+    ] = "256,1k,4k",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences decoded together.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded after each context.")] = 32,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and states: bf16, fp16 or fp32.")] = "fp32",
+    allow: Allow = None,
+) -> None:
+    """Milliseconds a token and bytes held against the context."""
+    _verb("bench").decode(recipe, context, batch, steps, dtype, allow or [])
 
 
 @launch_app.command("slurm")
