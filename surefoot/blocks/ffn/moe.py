@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from surefoot.blocks.base import Dispatch, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
+from surefoot.blocks.base import Block, Dispatch, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.config import FieldError
 from surefoot.ops.grouped import grouped_linear
@@ -57,24 +57,38 @@ class Local:
         return x_RD, routing.loads_E, lambda y_RD: sum_rows(y_RD, rows_TK, routing.weights_TK)
 
 
-class MoE(Routed):
-    """See `MoEConfig`."""
+class Experts(Block):
+    """The networks themselves, stacked along the axis `experts`; what is here of them may be a part."""
 
     def __init__(self, config: MoEConfig, width: int, output_scale: float) -> None:
         super().__init__()
-        self.config = config
         self.used = {"experts": config.top_k / config.num_experts}
-        self.router = config.router.build(width=width, num_experts=config.num_experts, top_k=config.top_k)
-        self.dispatch: Dispatch = Local()
-        fan_in, experts = Initial(std=width**-0.5), (config.num_experts, config.hidden, width)
-        self.w_gate = self.add_weight("w_gate", experts, ("experts", "ffn", "embed"), fan_in)
-        self.w_up = self.add_weight("w_up", experts, ("experts", "ffn", "embed"), fan_in)
+        fan_in, shape = Initial(std=width**-0.5), (config.num_experts, config.hidden, width)
+        self.w_gate = self.add_weight("w_gate", shape, ("experts", "ffn", "embed"), fan_in)
+        self.w_up = self.add_weight("w_up", shape, ("experts", "ffn", "embed"), fan_in)
         self.w_down = self.add_weight(
             "w_down",
             (config.num_experts, width, config.hidden),
             ("experts", "embed", "ffn"),
             Initial(std=output_scale * config.hidden**-0.5),
         )
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert (R, D), `counts_E` of each expert here, to rows (R, D)."""
+        h_RF = swiglu(grouped_linear(x_RD, counts_E, self.w_gate), grouped_linear(x_RD, counts_E, self.w_up))
+        return grouped_linear(h_RF, counts_E, self.w_down)
+
+
+class MoE(Routed):
+    """See `MoEConfig`."""
+
+    def __init__(self, config: MoEConfig, width: int, output_scale: float) -> None:
+        super().__init__()
+        self.config = config
+        self.router = config.router.build(width=width, num_experts=config.num_experts, top_k=config.top_k)
+        self.dispatch: Dispatch = Local()
+        self.experts = Experts(config, width, output_scale)
+        fan_in = Initial(std=width**-0.5)
         if config.shared_hidden:
             shared = (config.shared_hidden, width)
             self.shared_gate = self.add_weight("shared_gate", shared, ("ffn", "embed"), fan_in)
@@ -89,10 +103,9 @@ class MoE(Routed):
         routing: Routing = self.router(x_TD, x_BLD.shape[1])
         # The weights say how much of each expert is here: under tensor parallelism every rank routes all its tokens, and
         # gradients are summed over the ranks.
-        self.router.keep(routing, self.w_gate.shape[1] / self.config.hidden)
+        self.router.keep(routing, self.experts.w_gate.shape[1] / self.config.hidden)
         x_RD, counts_E, back = self.dispatch.send(x_TD, routing)
-        h_RF = swiglu(grouped_linear(x_RD, counts_E, self.w_gate), grouped_linear(x_RD, counts_E, self.w_up))
-        y_BLD = back(grouped_linear(h_RF, counts_E, self.w_down)).view_as(x_BLD)
+        y_BLD = back(self.experts(x_RD, counts_E)).view_as(x_BLD)
         if not self.config.shared_hidden:
             return y_BLD
         shared_BLF = swiglu(linear(x_BLD, self.shared_gate), linear(x_BLD, self.shared_up))
@@ -100,8 +113,6 @@ class MoE(Routed):
 
     def flops(self) -> float:
         """Forward FLOPs a token: the router, and the experts that it meets."""
-        flops = self.router.flops()
-        for name, axes in self.axes.items():
-            size: int = getattr(self, name).numel()
-            flops += 2.0 * size * (self.used["experts"] if "experts" in axes else 1.0)
-        return flops
+        experts = sum(weight.numel() for weight in self.experts.parameters()) * self.experts.used["experts"]
+        shared = sum(getattr(self, name).numel() for name in self.axes)
+        return self.router.flops() + 2.0 * (experts + shared)
