@@ -19,7 +19,6 @@ from surefoot.config import FieldError
 from surefoot.ops.attention import Attend, attend
 from surefoot.ops.documents import Documents, Reach
 from surefoot.ops.linear import linear
-from surefoot.ops.rope import Layout
 from surefoot.ops.scores import Scores
 
 
@@ -29,7 +28,7 @@ class AttentionConfig(MixerConfig):
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0, description="each serves num_heads / num_kv_heads query heads")
     head_size: int | None = Field(default=None, gt=0, multiple_of=2, description="width / num_heads where not given")
-    rope: Layout | Literal["none"] = Field(
+    rope: Literal["half", "interleaved", "none"] = Field(
         default="half",
         description="component i turns with i + half (Hugging Face), 2i with 2i + 1 (interleaved), or none do (NoPE)",
     )
@@ -92,9 +91,10 @@ class AttentionConfig(MixerConfig):
         if turning % 2:
             nearest_share = max(2, 2 * round(turning / 2)) / size
             raise FieldError(
-                "mixer.rope_share",
-                self.rope_share,
-                f"must give an even number of a head's {size} components; nearest is {nearest_share}",
+                "width",
+                width,
+                f"gives heads of {size}, of which rope_share={self.rope_share} is no even number; nearest that is: "
+                f"{nearest_share}",
             )
 
     def build(self, *, width: int, output_scale: float) -> Attention:
