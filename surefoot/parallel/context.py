@@ -31,6 +31,7 @@ from surefoot.blocks.base import Mixer, Router
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import all_to_all, gather, pass_on, sum_
 from surefoot.dist.mesh import Mesh
+from surefoot.models.initialise import named_weights
 from surefoot.ops.attention import Attend, attend
 from surefoot.ops.autograd import apply as differentiably
 from surefoot.ops.documents import EVERYTHING, Documents, Reach
@@ -60,10 +61,10 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
             raise ConfigError(
                 "plan.context", size, f"{name} ({type(mixer).__name__}) mixes without attention; use plan.context=1"
             )
-        for weight, axes in mixer.axes.items():
-            for axis, length in zip(axes, getattr(mixer, weight).shape, strict=True):
+        for _, block, weight in named_weights(mixer):
+            for axis, length in zip(block.axes[weight], getattr(block, weight).shape, strict=True):
                 if axis in {"heads", "kv_heads"}:
-                    heads.append((length // mixer.units.get(axis, 1) // tensor, f"{axis} of {name}"))
+                    heads.append((length // block.units.get(axis, 1) // tensor, f"{axis} of {name}"))
 
     def is_legal(candidate: int) -> bool:
         divides = sequence_length % (2 * candidate * tensor) == 0
