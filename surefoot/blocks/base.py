@@ -108,6 +108,9 @@ Shared = dict[str, Tensor]
 class Mixer(Block):
     """Mixes along the sequence: causal, never across a document; stepping with a state equals one full pass."""
 
+    least_run = 1
+    """Positions that a stretch of a cut sequence needs at least."""
+
     reads_shared = False
     """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
 
@@ -250,8 +253,22 @@ class Dispatch(Protocol):
         """
 
 
+class Experts(Block):
+    """Networks stacked along the axis `experts`, the first of each of its weights; what is here of them may be a part."""
+
+    @abstractmethod
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert (R, D), `counts_E` of each expert here, to rows (R, D)."""
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """Of each expert's hidden units, the share that is here: 1 unless tensor parallelism cuts them."""
+
+
 class Routed(FeedForward):
     """A feed-forward network in experts, of which each token meets a few. `dispatch` may be swapped for a parallel form."""
 
     router: Router
+    experts: Experts
     dispatch: Dispatch

@@ -1,5 +1,5 @@
-"""The order of passes, in one place: swap attention -> cut weights -> collectives around blocks -> take this rank's stages ->
-shard -> materialise -> initialise.
+"""The order of passes, in one place: swap attention and dispatch -> cut weights -> collectives around blocks -> take this
+rank's stages -> shard -> materialise -> initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -17,8 +17,9 @@ from torch import Tensor
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
-from surefoot.parallel import context, pipeline, shard, tensor
+from surefoot.parallel import context, expert, pipeline, shard, tensor
 from surefoot.parallel.copies import Copies
+from surefoot.parallel.cut import cut_weights
 from surefoot.parallel.pipeline import Feed, Pipeline, Stage
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel, Local
@@ -112,6 +113,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int) -> None:
         model = config.build()
     pipeline.check(model, plan)
     tensor.check(model, plan.tensor, sequence_length)
+    expert.check(model, plan.expert)
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
 
 
@@ -128,10 +130,12 @@ def lay_out(
     """Build, cut, shard and initialise a model; every rank of the mesh calls it at the same time."""
     with torch.device("meta"):
         model = config.build().to(dtype)
-    layouts = tensor.layouts_of(model, plan.tensor)
+    layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
     bounds = pipeline.bounds_of(model, plan.num_stages, sequence_length)
     context.apply(model, mesh, plan.context_kind)
+    expert.apply(model, mesh)
+    cut_weights(model, mesh, layouts)
     tensor.apply(model, mesh, layouts)
     stages = pipeline.stages_of(plan, model, mesh, bounds)
     modules: Sequence[Decoder | Stage] = stages or [model]

@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from surefoot.blocks.base import Mixer, Router
+from surefoot.blocks.base import Mixer
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
+from surefoot.models.routing import take_auxiliary
+from surefoot.ops.autograd import apply as differentiably
 from surefoot.ops.documents import Documents
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.schedules import SINGLE, V_SHAPED, Schedule
@@ -44,13 +46,8 @@ Feed = tuple[Tensor, Tensor, Documents]
 
 
 def check(model: Decoder, plan: Plan) -> None:
-    """`ConfigError` where the model has fewer layers than there are stages, or routers. The model may be on meta."""
+    """`ConfigError` where the model has fewer layers than there are stages. The model may be on meta."""
     depth = len(model.layers)
-    routed = next((name for name, module in model.named_modules() if isinstance(module, Router)), None)
-    if plan.pipeline > 1 and routed is not None:
-        raise ConfigError(
-            "plan.pipeline", plan.pipeline, f"does not carry the losses of routers yet ({routed}); use plan.pipeline=1"
-        )
     reader = next(
         (name for name, module in model.named_modules() if isinstance(module, Mixer) and module.reads_shared), ""
     )
@@ -146,11 +143,32 @@ class Stage(nn.Module):
             x_BLS = self.config.expand(self.embedding(tokens_BL, self._dtype))
         for layer in self.layers.values():
             x_BLS, _ = layer(x_BLS, docs)
+        auxiliary = take_auxiliary(self)
         if self.norm is None or self.head is None:
-            return x_BLS
+            return x_BLS if auxiliary is None else _with_loss(x_BLS, auxiliary / self._num_tokens)
         objective, sums = self.head.loss(self.norm(self.config.connection.collapse(x_BLS)), targets_BL)
         self.sums = (self.sums[0] + sums.nll.item(), self.sums[1] + sums.z.item())
+        objective = objective if auxiliary is None else objective + auxiliary
         return objective.reshape(1) / self._num_tokens  # no view: FSDP hooks on what a stage returns
+
+
+class _WithLoss(torch.autograd.Function):
+    """A copy, since FSDP hooks on what a stage returns and warns of views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), dtype=ctx.dtype, device=grads[0].device)
+
+
+def _with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x, whose backward pass is also that of `loss`: the step's objective has losses that arise before the last stage."""
+    with_loss: Tensor = differentiably(_WithLoss, x, loss)
+    return with_loss
 
 
 class Pipeline:

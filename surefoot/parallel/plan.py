@@ -13,11 +13,11 @@ from surefoot.parallel.schedules import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedu
 
 
 class Plan(Config):
-    """A layout over `pipeline` x `replicate` x `shard` x `context` x `tensor` ranks. Any legal plan trains the same model as
-    one process.
+    """A layout over `pipeline` x `replicate` x `shard` x `expert` x `context` x `tensor` ranks. Any legal plan trains the same
+    model as one process.
 
-    `replicate` and `shard` cut the batch; `context` cuts each sequence; `tensor` cuts each layer's heads, feed-forward width
-    and vocabulary, and the sequence between them; `pipeline` shares out the layers.
+    `replicate`, `shard` and `expert` cut the batch; `expert` also shares out experts; `context` cuts each sequence; `tensor` cuts
+    each layer's heads, feed-forward width and vocabulary, and the sequence between them; `pipeline` shares out the layers.
     """
 
     replicate: int = Field(
@@ -31,6 +31,11 @@ class Plan(Config):
     )
     reshard: int | None = Field(
         default=None, ge=2, description="ranks over which weights stay cut between forward and backward; null: all"
+    )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="data ranks that share out the experts of routed networks; other weights are kept as over `shard`",
     )
     context: int = Field(
         default=1,
@@ -113,7 +118,7 @@ class Plan(Config):
     @property
     def num_data_ranks(self) -> int:
         """Parts into which a batch is cut."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.expert
 
     @property
     def is_fully_sharded(self) -> bool:

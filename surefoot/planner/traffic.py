@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from surefoot.blocks.base import Routed
 from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
@@ -23,9 +24,9 @@ from surefoot.models.initialise import named_weights
 from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
-from surefoot.parallel import tensor
+from surefoot.parallel import expert, tensor
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.shard import REPLICAS, SHARDS
+from surefoot.parallel.shard import REPLICAS, shards_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class _Step:
     """For each layer the rows of its query weights, and of its key and value weights, on this rank."""
     num_parts: int
     """Mixers and feed-forward networks."""
+    routed: list[tuple[int, int]]
+    """For each routed network its experts, and experts a token."""
     width: int
     sent: dict[Flow, float] = field(default_factory=dict)
 
@@ -90,7 +93,7 @@ class _Step:
     def padded(self, weight: _Weight) -> int:
         """Numbers of this rank's tensor-parallel part once its rows are filled up to divide over the shard ranks."""
         rows, *rest = weight.cut.box(self.grid, self.grid.coordinates(self.rank)).shape
-        num_ranks = self.grid.size(*SHARDS)
+        num_ranks = self.grid.size(*shards_of(weight.cut))
         return -(-rows // num_ranks) * num_ranks * math.prod(rest)
 
 
@@ -102,6 +105,7 @@ def traffic(
     _data(step)
     _tensor(step)
     _context(step)
+    _expert(step)
     if isinstance(optim, MuonConfig):
         _whole_matrices(step)
     _agreement(step)
@@ -109,12 +113,12 @@ def traffic(
 
 
 def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
-    layouts = tensor.layouts_of(model, plan.tensor)
+    layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     in_layers = {id(weight) for layer in model.layers for weight in layer.parameters()}
     weights = []
     for name, block, own_name in named_weights(model):
         weight, cut = getattr(block, own_name), layouts[name]
-        kept = cut if plan.shard == 1 else cut.split(0, *SHARDS)
+        kept = cut if plan.shard == 1 else cut.split(0, *shards_of(cut))
         weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
     layers = [
         tuple(
@@ -123,38 +127,56 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         )
         for mixer in (layer.mixer for layer in model._layers() if layer.mixer is not None)
     ]
+    routed = [(part.router.num_experts, part.router.top_k) for part in model.ffns() if isinstance(part, Routed)]
     parts = [part for layer in model._layers() for part in (layer.mixer, layer.ffn) if part is not None]
-    return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], len(parts), model.config.width)
+    return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], len(parts), routed, model.config.width)
 
 
 def _data(step: _Step) -> None:
     """Gradients over the ranks that see other tokens, and the weights that those share."""
+    families: dict[tuple[str, ...], list[_Weight]] = {}
+    for weight in step.weights:
+        families.setdefault(shards_of(weight.cut), []).append(weight)
+    for shards, weights in families.items():
+        _family(step, shards, weights)
+
+
+def _family(step: _Step, shards: tuple[str, ...], weights: Sequence[_Weight]) -> None:
+    """The weights that the ranks along `shards` share."""
     plan, itemsize = step.plan, step.work.weights.itemsize
-    whole = itemsize * sum(step.numbers(weight.cut) for weight in step.weights)
+    whole = itemsize * sum(step.numbers(weight.cut) for weight in weights)
     padded = {
-        is_in_layer: itemsize * sum(step.padded(weight) for weight in step.weights if weight.is_in_layer == is_in_layer)
+        is_in_layer: itemsize * sum(step.padded(weight) for weight in weights if weight.is_in_layer == is_in_layer)
         for is_in_layer in (True, False)
     }
     everything = sum(padded.values())
     if plan.shard == 1:
-        step.add((*REPLICAS, *SHARDS), "all-reduce", whole)
+        step.add((*REPLICAS, *shards), "all-reduce", whole)
     elif plan.zero == 1:
         step.add(REPLICAS, "all-reduce", whole)
-        step.add(SHARDS, "reduce-scatter", everything)
-        step.add(SHARDS, "all-gather", everything)
+        step.add(shards, "reduce-scatter", everything)
+        step.add(shards, "all-gather", everything)
     else:
         num_passes = step.work.num_micro_batches
-        step.add(SHARDS, "all-gather", num_passes * everything)  # for forward
+        step.add(shards, "all-gather", num_passes * everything)  # for forward
         # What surrounds the layers is gathered again for backward, always: `loss` calls the model's own forward, and FSDP2 lets
         # go of the weights after the outer of two calls.
-        step.add(SHARDS, "all-gather", num_passes * padded[False])
+        step.add(shards, "all-gather", num_passes * padded[False])
         if plan.reshard is not None:
             flow = Flow(("shard",), "all-gather")
             step.sent[flow] += num_passes * share_sent("all-gather", plan.reshard) * padded[True]
         elif plan.zero == 3:
-            step.add(SHARDS, "all-gather", num_passes * padded[True])
-        step.add(SHARDS, "reduce-scatter", everything)
-        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*SHARDS))
+            step.add(shards, "all-gather", num_passes * padded[True])
+        step.add(shards, "reduce-scatter", everything)
+        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*shards))
+
+
+def _expert(step: _Step) -> None:
+    """Each layer's rows to its experts and back, in forward and in backward, if all experts are wanted alike; how many first."""
+    axes, num_passes = ("expert",), step.work.num_micro_batches
+    for num_experts, top_k in step.routed:
+        rows = step.num_tokens * top_k * step.width * step.work.compute.itemsize
+        step.add(axes, "all-to-all", num_passes * (4 * rows + num_experts * torch.int64.itemsize))
 
 
 def _tensor(step: _Step) -> None:
@@ -211,5 +233,6 @@ def _whole_matrices(step: _Step) -> None:
 
 
 def _agreement(step: _Step) -> None:
-    """Both sums of the loss and the squared gradient norm, in fp64."""
-    step.add(AXES, "all-reduce", 3 * torch.float64.itemsize)
+    """Both sums of the loss, the squared gradient norm, and each router's loads and loss, in fp64."""
+    routers = sum(num_experts + 1 for num_experts, _ in step.routed)
+    step.add(AXES, "all-reduce", (3 + routers) * torch.float64.itemsize)

@@ -87,7 +87,7 @@ def deep_enough(run: Run, plan: Plan) -> Run:
 
 
 def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
-    """Every combination of data, tensor, context and pipeline parallelism on at most `num_ranks` ranks that the run allows."""
+    """Every combination of data, expert, tensor, context and pipeline parallelism on at most `num_ranks` ranks that is legal."""
     data: list[dict[str, Any]] = [
         {},
         {"replicate": 2},
@@ -107,12 +107,13 @@ def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
         *({"context": size, "context_kind": kind} for size in (2, 4) for kind in ("gather", "ulysses", "ring")),
     ]
     tensors: list[dict[str, Any]] = [{"tensor": size} for size in (1, 2, 4)]
+    experts: list[dict[str, Any]] = [{}, *({"expert": size} for size in (2, 4, 8))]
     pipelines: list[dict[str, Any]] = [
         {},
         *({"pipeline": size, "schedule": schedule} for size in (2, 4) for schedule in get_args(Schedule)),
     ]
     found = []
-    for parts in itertools.product(pipelines, data, tensors, contexts):
+    for parts in itertools.product(pipelines, data, experts, tensors, contexts):
         plan = _legal({key: value for part in parts for key, value in part.items()}, run)
         if plan is not None and 1 < plan.num_ranks <= num_ranks:
             found.append(plan)

@@ -13,7 +13,7 @@ from torch import Tensor
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.dist.layout import Box
-from surefoot.dist.mesh import own_mesh
+from surefoot.dist.mesh import DATA, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.count import build_meta
 from surefoot.models.decoder import DecoderConfig
@@ -80,7 +80,7 @@ def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
     laid.after_step()
     batch = ragged_batch(config.vocab_size)
     size = BATCH // plan.num_data_ranks
-    first = mesh.index("replicate", "shard") * size
+    first = mesh.index(*DATA) * size
     own = [tensor[first : first + size] for tensor in batch]
     micro_batches = list(zip(*(tensor.chunk(num_micro) for tensor in own), strict=True))
     nll, _ = laid.accumulate(micro_batches, int((batch[1] >= 0).sum()), torch.float64)

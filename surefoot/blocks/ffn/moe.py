@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from surefoot.blocks.base import Block, Dispatch, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
+from surefoot.blocks.base import Dispatch, Experts, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.config import FieldError
 from surefoot.ops.grouped import grouped_linear
@@ -57,11 +57,12 @@ class Local:
         return x_RD, routing.loads_E, lambda y_RD: sum_rows(y_RD, rows_TK, routing.weights_TK)
 
 
-class Experts(Block):
-    """The networks themselves, stacked along the axis `experts`; what is here of them may be a part."""
+class SwiGLUExperts(Experts):
+    """The networks themselves."""
 
     def __init__(self, config: MoEConfig, width: int, output_scale: float) -> None:
         super().__init__()
+        self.hidden = config.hidden
         self.used = {"experts": config.top_k / config.num_experts}
         fan_in, shape = Initial(std=width**-0.5), (config.num_experts, config.hidden, width)
         self.w_gate = self.add_weight("w_gate", shape, ("experts", "ffn", "embed"), fan_in)
@@ -74,9 +75,14 @@ class Experts(Block):
         )
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert (R, D), `counts_E` of each expert here, to rows (R, D)."""
+        """See `Experts.forward`."""
         h_RF = swiglu(grouped_linear(x_RD, counts_E, self.w_gate), grouped_linear(x_RD, counts_E, self.w_up))
         return grouped_linear(h_RF, counts_E, self.w_down)
+
+    @property
+    def share(self) -> float:
+        """See `Experts.share`."""
+        return self.w_gate.shape[1] / self.hidden
 
 
 class MoE(Routed):
@@ -87,7 +93,7 @@ class MoE(Routed):
         self.config = config
         self.router = config.router.build(width=width, num_experts=config.num_experts, top_k=config.top_k)
         self.dispatch: Dispatch = Local()
-        self.experts = Experts(config, width, output_scale)
+        self.experts: Experts = SwiGLUExperts(config, width, output_scale)
         fan_in = Initial(std=width**-0.5)
         if config.shared_hidden:
             shared = (config.shared_hidden, width)
@@ -103,7 +109,7 @@ class MoE(Routed):
         routing: Routing = self.router(x_TD, x_BLD.shape[1])
         # The weights say how much of each expert is here: under tensor parallelism every rank routes all its tokens, and
         # gradients are summed over the ranks.
-        self.router.keep(routing, self.experts.w_gate.shape[1] / self.config.hidden)
+        self.router.keep(routing, self.experts.share)
         x_RD, counts_E, back = self.dispatch.send(x_TD, routing)
         y_BLD = back(self.experts(x_RD, counts_E)).view_as(x_BLD)
         if not self.config.shared_hidden:
@@ -114,5 +120,5 @@ class MoE(Routed):
     def flops(self) -> float:
         """Forward FLOPs a token: the router, and the experts that it meets."""
         experts = sum(weight.numel() for weight in self.experts.parameters()) * self.experts.used["experts"]
-        shared = sum(getattr(self, name).numel() for name in self.axes)
+        shared: int = sum(getattr(self, name).numel() for name in self.axes)
         return self.router.flops() + 2.0 * (experts + shared)
