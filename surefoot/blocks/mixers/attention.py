@@ -5,7 +5,7 @@ Legend: B batch, L length (queries), S keys, D width, H query heads, G key-value
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -14,9 +14,9 @@ from torch import Tensor
 from surefoot.blocks.base import Block, Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.mixers.cache import KVState, mean_seen, most_kept
 from surefoot.blocks.norm import HeadsNorm, RMSNorm
-from surefoot.blocks.rope import Rope, RopeScaling
+from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 from surefoot.config import FieldError
-from surefoot.ops.attention import Attend, attend
+from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import Documents, Reach
 from surefoot.ops.linear import linear
 from surefoot.ops.scores import Scores
@@ -96,6 +96,30 @@ class AttentionConfig(MixerConfig):
                 f"gives heads of {size}, of which rope_share={self.rope_share} is no even number; nearest that is: "
                 f"{nearest_share}",
             )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+
+        def example(num_kv_heads: int = 2, **options: Any) -> Self:
+            return cls(num_heads=4, num_kv_heads=num_kv_heads, rope_theta=20.0, **options)
+
+        return {
+            "gqa": example(),
+            "mqa": example(1),
+            "no qk-norm": example(4, qk_norm="none"),
+            "norm of the width": example(qk_norm="width"),
+            "window": example(window=7),
+            "first and window": example(window=7, keep_first=3),
+            "learned sinks": example(window=7, sinks="learned"),
+            "softcap and scale": example(softcap=2.0, scale=0.5),
+            "gate and biases": example(gate="sigmoid", bias="qkv"),
+            "no positions": example(rope="none"),
+            "partial, interleaved": example(rope="interleaved", rope_share=0.5),
+            "linear": example(rope_scaling=LinearScaling(factor=2.0)),
+            "llama3": example(rope_scaling=Llama3Scaling(factor=4.0, original_length=32)),
+            "yarn": example(rope_scaling=YarnScaling(factor=4.0, original_length=16)),
+        }
 
     def build(self, *, width: int, output_scale: float) -> Attention:
         """The mixer itself."""
@@ -185,6 +209,10 @@ class Attention(Mixer):
             return heads
         tables = self.rope.tables(docs, heads[0].dtype)
         return tuple(self.rope.turn(x_BLHK, tables) for x_BLHK in heads)
+
+    def use_plain(self) -> None:
+        """See `Mixer.use_plain`: all scores, those that the mask hides too."""
+        self.attend = attend_plain
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> KVState:
         """Empty key and value buffers with room for `length` positions, or for those in reach."""

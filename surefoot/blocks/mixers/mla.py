@@ -11,7 +11,7 @@ turn, of the one that does, and of a value; X = C + R, Y is N or V.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -20,8 +20,8 @@ from torch import Tensor
 from surefoot.blocks.base import Block, Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.mixers.cache import State, mean_seen
 from surefoot.blocks.norm import RMSNorm
-from surefoot.blocks.rope import Rope, RopeScaling
-from surefoot.ops.attention import Attend, attend
+from surefoot.blocks.rope import Rope, RopeScaling, YarnScaling
+from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import EVERYTHING, Documents
 from surefoot.ops.linear import linear
 from surefoot.ops.scores import Scores
@@ -45,6 +45,20 @@ class MLAConfig(MixerConfig):
         default=None, gt=0, description="of products; 1 / sqrt(head_size + rope_size) where not given"
     )
     norm_eps: float = Field(default=1e-6, gt=0, description="of the norms of both latents")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+
+        def example(**options: Any) -> Self:
+            sizes = {"num_heads": 4, "latent_size": 12, "head_size": 6, "rope_size": 4, "value_size": 5}
+            return cls(**sizes, rope_theta=20.0, **options)
+
+        return {
+            "full-rank queries": example(),
+            "low-rank queries": example(q_latent_size=10),
+            "yarn": example(rope="half", rope_scaling=YarnScaling(factor=4.0, original_length=16), scale=0.4),
+        }
 
     def build(self, *, width: int, output_scale: float) -> MLA:
         """The mixer itself."""
@@ -162,6 +176,10 @@ class MLA(Mixer):
         absorbed = length * (num_keys * (2 * config.latent_size + config.rope_size) + config.latent_size * both)
         naive = num_keys * (length * (both + config.rope_size) + config.latent_size * both)
         return length == 1 or absorbed <= naive
+
+    def use_plain(self) -> None:
+        """See `Mixer.use_plain`: all scores, those that the mask hides too."""
+        self.attend = attend_plain
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> State:
         """One buffer of latents and turned keys."""
