@@ -5,7 +5,8 @@ Legend: B batch, L length (queries), S keys, D width, H query heads, G key-value
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -100,25 +101,22 @@ class AttentionConfig(MixerConfig):
     @classmethod
     def examples(cls) -> dict[str, Self]:
         """See `MixerConfig.examples`."""
-
-        def example(num_kv_heads: int = 2, **options: Any) -> Self:
-            return cls(num_heads=4, num_kv_heads=num_kv_heads, rope_theta=20.0, **options)
-
+        example = partial(cls, num_heads=4, rope_theta=20.0)
         return {
-            "gqa": example(),
-            "mqa": example(1),
-            "no qk-norm": example(4, qk_norm="none"),
-            "norm of the width": example(qk_norm="width"),
-            "window": example(window=7),
-            "first and window": example(window=7, keep_first=3),
-            "learned sinks": example(window=7, sinks="learned"),
-            "softcap and scale": example(softcap=2.0, scale=0.5),
-            "gate and biases": example(gate="sigmoid", bias="qkv"),
-            "no positions": example(rope="none"),
-            "partial, interleaved": example(rope="interleaved", rope_share=0.5),
-            "linear": example(rope_scaling=LinearScaling(factor=2.0)),
-            "llama3": example(rope_scaling=Llama3Scaling(factor=4.0, original_length=32)),
-            "yarn": example(rope_scaling=YarnScaling(factor=4.0, original_length=16)),
+            "gqa": example(num_kv_heads=2),
+            "mqa": example(num_kv_heads=1),
+            "no qk-norm": example(num_kv_heads=4, qk_norm="none"),
+            "norm of the width": example(num_kv_heads=2, qk_norm="width"),
+            "window": example(num_kv_heads=2, window=7),
+            "first and window": example(num_kv_heads=2, window=7, keep_first=3),
+            "learned sinks": example(num_kv_heads=2, window=7, sinks="learned"),
+            "softcap and scale": example(num_kv_heads=2, softcap=2.0, scale=0.5),
+            "gate and biases": example(num_kv_heads=2, gate="sigmoid", bias="qkv"),
+            "no positions": example(num_kv_heads=2, rope="none"),
+            "partial, interleaved": example(num_kv_heads=2, rope="interleaved", rope_share=0.5),
+            "linear": example(num_kv_heads=2, rope_scaling=LinearScaling(factor=2.0)),
+            "llama3": example(num_kv_heads=2, rope_scaling=Llama3Scaling(factor=4.0, original_length=32)),
+            "yarn": example(num_kv_heads=2, rope_scaling=YarnScaling(factor=4.0, original_length=16)),
         }
 
     def build(self, *, width: int, output_scale: float) -> Attention:

@@ -11,7 +11,8 @@ turn, of the one that does, and of a value; X = C + R, Y is N or V.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -49,11 +50,7 @@ class MLAConfig(MixerConfig):
     @classmethod
     def examples(cls) -> dict[str, Self]:
         """See `MixerConfig.examples`."""
-
-        def example(**options: Any) -> Self:
-            sizes = {"num_heads": 4, "latent_size": 12, "head_size": 6, "rope_size": 4, "value_size": 5}
-            return cls(**sizes, rope_theta=20.0, **options)
-
+        example = partial(cls, num_heads=4, latent_size=12, head_size=6, rope_size=4, value_size=5, rope_theta=20.0)
         return {
             "full-rank queries": example(),
             "low-rank queries": example(q_latent_size=10),
