@@ -108,6 +108,9 @@ Shared = dict[str, Tensor]
 class Mixer(Block):
     """Mixes along the sequence: causal, never across a document; stepping with a state equals one full pass."""
 
+    least_run = 1
+    """Positions that a stretch of a cut sequence needs at least."""
+
     reads_shared = False
     """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
 

@@ -54,3 +54,20 @@ class HeadsNorm(Block):
         mean_BL1 = self.pool(wide.square().sum(-1, keepdim=True)) / self.width
         unit = (wide * (mean_BL1 + self.eps).rsqrt()).to(x_BLHK.dtype)
         return (unit * self.scale.to(x_BLHK.dtype)).view(x_BLHK.shape)
+
+
+class GroupNorm(Block):
+    """Root-mean-square norm of runs of `size` entries, each by itself, with one learned scale an entry that starts at 1."""
+
+    def __init__(self, width: int, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.units = {"norm_heads": size}
+        self.scale = self.add_weight("scale", (width,), ("norm_heads",), Initial(mean=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) to (..., width) in x's dtype; the mean and the scale in at least fp32."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        groups: Tensor = wide.unflatten(-1, (-1, self.size))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.flatten(-2) * self.scale.to(wide.dtype)).to(x.dtype)

@@ -8,6 +8,9 @@ softmax mixer is swapped for one of
     ulysses    heads for sequence and back: all of the sequence for some of the heads           (Jacobs et al., 2023)
     ring       keys and values go round a ring, one rank's at a time, parts are merged            (Liu et al., 2023)
 
+A mixer with a state carries it from chunk to chunk instead (`ContextRuns`): each rank tells all what its chunks make of nothing,
+and works out what comes before its own.
+
 A rank holds all keys in gather, all of the sequence for 1/n of the heads in ulysses, 1/n of the keys (twice) in ring.
 What is sent never depends on the data; only what is computed does.
 
@@ -31,10 +34,12 @@ from surefoot.blocks.base import Mixer, Router
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import all_to_all, gather, pass_on, sum_
 from surefoot.dist.mesh import Mesh
+from surefoot.models.initialise import named_weights
 from surefoot.ops.attention import Attend, attend
 from surefoot.ops.autograd import apply as differentiably
 from surefoot.ops.documents import EVERYTHING, Documents, Reach
 from surefoot.ops.partial_attention import attend_part, attend_part_backward, merge
+from surefoot.ops.runs import Runs
 from surefoot.ops.scores import PLAIN, Scores
 
 Kind = Literal["gather", "ulysses", "ring"]
@@ -47,6 +52,11 @@ class _HoldsAttend(Protocol):
     attend: Attend
 
 
+@runtime_checkable
+class _HoldsRuns(Protocol):
+    runs: Runs
+
+
 def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length: int) -> None:
     """`ConfigError` where `size` ranks cannot share sequences or heads. The model is whole, may be on meta, and is one that
     `tensor` ranks can share."""
@@ -56,14 +66,19 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
     for name, mixer in model.named_modules():
         if not isinstance(mixer, Mixer):
             continue
+        if isinstance(mixer, _HoldsRuns):
+            _check_runs(name, mixer, size, sequence_length)
+            continue
         if not isinstance(mixer, _HoldsAttend):
             raise ConfigError(
-                "plan.context", size, f"{name} ({type(mixer).__name__}) mixes without attention; use plan.context=1"
+                "plan.context",
+                size,
+                f"{name} ({type(mixer).__name__}) has no form for a cut sequence; use plan.context=1",
             )
-        for weight, axes in mixer.axes.items():
-            for axis, length in zip(axes, getattr(mixer, weight).shape, strict=True):
+        for _, block, weight in named_weights(mixer):
+            for axis, length in zip(block.axes[weight], getattr(block, weight).shape, strict=True):
                 if axis in {"heads", "kv_heads"}:
-                    heads.append((length // mixer.units.get(axis, 1) // tensor, f"{axis} of {name}"))
+                    heads.append((length // block.units.get(axis, 1) // tensor, f"{axis} of {name}"))
 
     def is_legal(candidate: int) -> bool:
         divides = sequence_length % (2 * candidate * tensor) == 0
@@ -91,6 +106,17 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
         )
 
 
+def _check_runs(name: str, mixer: Mixer, size: int, sequence_length: int) -> None:
+    run = sequence_length // (2 * size)
+    if run < mixer.least_run:
+        raise ConfigError(
+            "plan.context",
+            size,
+            f"leaves chunks of {run} positions, and {name} needs {mixer.least_run}; use "
+            f"data.sequence_length={2 * size * mixer.least_run} or more",
+        )
+
+
 def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
     """Swap the attention of every mixer, and have routers count choices over whole sequences."""
     group = mesh.group("context")
@@ -101,6 +127,8 @@ def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
     for block in model.modules():
         if isinstance(block, Mixer) and isinstance(block, _HoldsAttend):
             block.attend = form
+        elif isinstance(block, Mixer) and isinstance(block, _HoldsRuns):
+            block.runs = ContextRuns(group, mesh.index("context"), mesh.size("context"))
         elif isinstance(block, Router):
             block.pool = lambda counts: sum_(counts.clone(), group)
 
@@ -125,6 +153,27 @@ def runs_of(rank: int, size: int, length: int) -> tuple[slice, ...]:
     """Where they lie in the whole sequence."""
     run = length // (2 * size)
     return tuple(slice(chunk * run, (chunk + 1) * run) for chunk in chunks_of(rank, size))
+
+
+class ContextRuns:
+    """The two chunks that a rank holds, among those of all ranks of a group."""
+
+    num_runs = 2
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.size = group, size
+        self.own = chunks_of(rank, size)
+
+    def spread(self, x_BR: Tensor) -> Tensor:
+        """See `Runs.spread`."""
+        by_rank = gather(x_BR.contiguous(), 1, self.group)
+        numbers = [chunk for rank in range(self.size) for chunk in chunks_of(rank, self.size)]
+        places = sorted(range(len(numbers)), key=numbers.__getitem__)
+        return by_rank[:, places]
+
+    def pick(self, x_BA: Tensor) -> Tensor:
+        """See `Runs.pick`."""
+        return x_BA[:, list(self.own)]
 
 
 class ContextAttention(ABC):

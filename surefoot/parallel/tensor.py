@@ -29,7 +29,7 @@ from surefoot.dist.mesh import Mesh
 from surefoot.models.initialise import named_weights
 from surefoot.ops.loss import LossSums, VocabularyPart, linear_cross_entropy
 
-CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+CUT = frozenset({"heads", "kv_heads", "per_head", "norm_heads", "ffn", "vocab"})
 """Logical axes that tensor parallelism cuts. All but the vocabulary must divide: a head is never split."""
 
 _SEQUENCE = 1

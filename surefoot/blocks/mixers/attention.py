@@ -5,6 +5,7 @@ Legend: B batch, L length (queries), S keys, D width, H query heads, G key-value
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor
 from surefoot.blocks.base import Block, Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.mixers.cache import KVState, mean_seen, most_kept
 from surefoot.blocks.norm import HeadsNorm, RMSNorm
-from surefoot.blocks.rope import Rope, RopeScaling
+from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 from surefoot.config import FieldError
-from surefoot.ops.attention import Attend, attend
+from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import Documents, Reach
 from surefoot.ops.linear import linear
-from surefoot.ops.rope import Layout
 from surefoot.ops.scores import Scores
 
 
@@ -29,7 +29,7 @@ class AttentionConfig(MixerConfig):
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0, description="each serves num_heads / num_kv_heads query heads")
     head_size: int | None = Field(default=None, gt=0, multiple_of=2, description="width / num_heads where not given")
-    rope: Layout | Literal["none"] = Field(
+    rope: Literal["half", "interleaved", "none"] = Field(
         default="half",
         description="component i turns with i + half (Hugging Face), 2i with 2i + 1 (interleaved), or none do (NoPE)",
     )
@@ -92,10 +92,32 @@ class AttentionConfig(MixerConfig):
         if turning % 2:
             nearest_share = max(2, 2 * round(turning / 2)) / size
             raise FieldError(
-                "mixer.rope_share",
-                self.rope_share,
-                f"must give an even number of a head's {size} components; nearest is {nearest_share}",
+                "width",
+                width,
+                f"gives heads of {size}, of which rope_share={self.rope_share} is no even number; nearest that is: "
+                f"{nearest_share}",
             )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        example = partial(cls, num_heads=4, rope_theta=20.0)
+        return {
+            "gqa": example(num_kv_heads=2),
+            "mqa": example(num_kv_heads=1),
+            "no qk-norm": example(num_kv_heads=4, qk_norm="none"),
+            "norm of the width": example(num_kv_heads=2, qk_norm="width"),
+            "window": example(num_kv_heads=2, window=7),
+            "first and window": example(num_kv_heads=2, window=7, keep_first=3),
+            "learned sinks": example(num_kv_heads=2, window=7, sinks="learned"),
+            "softcap and scale": example(num_kv_heads=2, softcap=2.0, scale=0.5),
+            "gate and biases": example(num_kv_heads=2, gate="sigmoid", bias="qkv"),
+            "no positions": example(num_kv_heads=2, rope="none"),
+            "partial, interleaved": example(num_kv_heads=2, rope="interleaved", rope_share=0.5),
+            "linear": example(num_kv_heads=2, rope_scaling=LinearScaling(factor=2.0)),
+            "llama3": example(num_kv_heads=2, rope_scaling=Llama3Scaling(factor=4.0, original_length=32)),
+            "yarn": example(num_kv_heads=2, rope_scaling=YarnScaling(factor=4.0, original_length=16)),
+        }
 
     def build(self, *, width: int, output_scale: float) -> Attention:
         """The mixer itself."""
@@ -185,6 +207,10 @@ class Attention(Mixer):
             return heads
         tables = self.rope.tables(docs, heads[0].dtype)
         return tuple(self.rope.turn(x_BLHK, tables) for x_BLHK in heads)
+
+    def use_plain(self) -> None:
+        """See `Mixer.use_plain`: all scores, those that the mask hides too."""
+        self.attend = attend_plain
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> KVState:
         """Empty key and value buffers with room for `length` positions, or for those in reach."""

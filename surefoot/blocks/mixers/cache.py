@@ -58,7 +58,8 @@ class State:
         """Which of the first `length` positions are kept, in order."""
         first = min(self.reach.first, length)
         since = max(first, length - (self.num_places - self.reach.first))
-        return torch.tensor([*range(first), *range(since, length)], device=self.buffers[0].device)
+        positions = [*range(first), *range(since, length)]
+        return torch.tensor(positions, dtype=torch.long, device=self.buffers[0].device)
 
     def _places(self, positions: Tensor) -> Tensor:
         first = self.reach.first
