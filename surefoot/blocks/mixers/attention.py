@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.norm import RMSNorm
 from surefoot.config import FieldError
-from surefoot.ops.attention import attend
+from surefoot.ops.attention import attend, attend_plain
 from surefoot.ops.documents import Documents
 from surefoot.ops.linear import linear
 from surefoot.ops.rope import rope_tables, rotate
@@ -36,6 +36,15 @@ class AttentionConfig(MixerConfig):
         if self.num_heads % self.num_kv_heads:
             raise FieldError("num_kv_heads", self.num_kv_heads, f"must divide num_heads {self.num_heads}")
         return self
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "gqa": cls(num_heads=4, num_kv_heads=2, rope_theta=20.0),
+            "mqa": cls(num_heads=4, num_kv_heads=1, rope_theta=20.0),
+            "no qk-norm": cls(num_heads=4, num_kv_heads=4, rope_theta=20.0, qk_norm=False),
+        }
 
     def check_width(self, width: int) -> None:
         """Without a head size of its own, the width must give an even one."""
@@ -123,6 +132,10 @@ class Attention(Mixer):
         shape = (batch, length, self.num_kv_heads, self.head_size)
         device = self.wk.device
         return KVState(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    def use_plain(self) -> None:
+        """See `Mixer.use_plain`: all scores, those that the mask hides too."""
+        self.attend = attend_plain
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token: projections, and scores and sums over `length` keys ((length + 1) / 2 when causal)."""
