@@ -130,7 +130,7 @@ class Mixer(Block):
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes one sequence's state holds after `length` positions."""
 
-    def use_plain(self) -> None:  # noqa: B027 - a mixer of one form has nothing to do
+    def use_plain(self) -> None:
         """Compute by the plain form from now on, the one whose FLOPs are `flops(length, causal=False)`."""
 
     def decode_flops(self, length: int) -> float:
