@@ -86,6 +86,29 @@ class Settings:
             raise self.refuse(key, "must be an object; repair the file")
         return value
 
+    def word(self, key: str) -> str | None:
+        """Text; None where it is null or absent, or no text."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return value if isinstance(value, str) else None
+
+    def limits(self, key: str) -> tuple[float, float] | None:
+        """A least and a largest value; None where anything from 0 is within, as transformers writes infinity."""
+        self._read.add(key)
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2:
+            raise self.refuse(key, "must be a list of two numbers; repair the file")
+        low, high = (float(item["__float__"]) if isinstance(item, dict) and "__float__" in item else item for item in value)
+        if not all(type(item) in (int, float) for item in (low, high)) or not 0 <= low < high:
+            raise self.refuse(key, "must be a list of two numbers from 0, in order; repair the file")
+        if high == float("inf"):
+            if low:
+                raise self.refuse(key, "has a least value alone, which surefoot cannot express")
+            return None
+        return float(low), float(high)
+
     def words(self, key: str, count: int, known: Sequence[str]) -> list[str] | None:
         """`count` of the `known` words, or None where the key is null or absent."""
         self._read.add(key)

@@ -1,6 +1,6 @@
 """How weights on a hub's disk and a decoder's own belong together: each pair a function and its inverse.
 
-Legend: E experts.
+Legend: E experts, C channels, K taps.
 """
 
 from __future__ import annotations
@@ -41,4 +41,14 @@ def joined(theirs: str, ours: Sequence[str], sizes: Sequence[int], dim: int = 0)
         tuple(ours),
         lambda whole: [part.contiguous() for part in whole[0].split(list(sizes), dim)],
         lambda parts: [torch.cat(list(parts), dim)],
+    )
+
+
+def convolution(theirs: str, ours: Sequence[str], sizes: Sequence[int]) -> Tie:
+    """Taps of a depthwise convolution, (C, 1, K) on disk, over channels that are several one after another."""
+    return Tie(
+        (theirs,),
+        tuple(ours),
+        lambda whole: [part.contiguous() for part in whole[0].squeeze(1).split(list(sizes))],
+        lambda parts: [torch.cat(list(parts)).unsqueeze(1)],
     )
