@@ -80,9 +80,7 @@ def _read(settings: Settings) -> DecoderConfig:
         raise settings.refuse("position_embedding_type", "must be null or rope; surefoot has no other here")
     attention = read_attention(settings, qk_norm="none", scale=settings.number("attention_multiplier", 1.0))
     if embedding is None:
-        attention = AttentionConfig(
-            **dict(attention) | {"rope": "none", "rope_scaling": None, "rope_theta": 10_000.0}
-        )
+        attention = AttentionConfig(**dict(attention) | {"rope": "none", "rope_scaling": None, "rope_theta": 10_000.0})
     settings.without_effect("rope_theta", "rope_parameters", "rope_scaling")
     default = [_STATE[0]] * depth
     kinds = settings.words("layer_types", depth, _STATE + _ATTENTION) or default
@@ -104,9 +102,7 @@ def _read_network(settings: Settings) -> FeedForwardConfig:
     if num_experts == 0:
         return SwiGLUConfig(hidden=shared)
     router = TopKConfig(balance_loss=0.0, z_loss=0.0)
-    return MoEConfig(
-        num_experts=int(num_experts), top_k=int(top_k), hidden=hidden, shared_hidden=shared, router=router
-    )
+    return MoEConfig(num_experts=int(num_experts), top_k=int(top_k), hidden=hidden, shared_hidden=shared, router=router)
 
 
 def _write(config: DecoderConfig) -> Json:
