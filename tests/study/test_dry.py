@@ -87,7 +87,7 @@ def test_activations_are_those_of_real_passes(tiny: Tiny, monkeypatch: pytest.Mo
     """A real pass with the fused kernel in the place of blocked attention keeps as many bytes."""
     from surefoot.blocks.mixers import attention as mixer
     from surefoot.ops import attention as ops
-    from surefoot.ops.documents import Documents
+    from surefoot.ops.documents import EVERYTHING, Documents
 
     run = tiny("train.batch=3", "model.mixer.num_kv_heads=2", "data.sequence_length=64")
 
