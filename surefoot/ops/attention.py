@@ -58,6 +58,8 @@ class _BlockedAttention(torch.autograd.Function):
     over blocks too; the products of probabilities, and those of gradients, are in the inputs' dtype.
     """
 
+    is_costly = True
+
     @staticmethod
     def forward(ctx: Any, q_BLHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, docs: Documents) -> Tensor:
         work = _Work(q_BLHK, k_BSGK, v_BSGK, docs)

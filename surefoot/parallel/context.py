@@ -211,6 +211,9 @@ class Ring(ContextAttention):
 class _RingFunction(torch.autograd.Function):
     """Forward keeps the merged log-sum-exp; backward goes round again, with the gradients of what goes round behind it."""
 
+    is_costly = True
+    communicates = True
+
     @staticmethod
     def forward(ctx: Any, q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor, ring: Ring, whole: Documents) -> Tensor:
         wide = torch.promote_types(q_BHLK.dtype, torch.float32)
