@@ -13,6 +13,7 @@ from surefoot.blocks.base import Mixer, MixerConfig
 from surefoot.blocks.mixers.delta_net import GatedDeltaNetConfig
 from surefoot.blocks.mixers.kda import KDAConfig
 from surefoot.blocks.mixers.mamba2 import Mamba2Config
+from surefoot.blocks.mixers.rwkv7 import RWKV7Config
 from surefoot.config import ConfigError
 from surefoot.dist.pool import Pool
 from surefoot.infer.states import stored_bytes
@@ -40,6 +41,7 @@ MIXERS: dict[str, MixerConfig] = {
         num_heads=4, num_key_heads=2, key_size=4, value_size=3, conv_size=3, eigenvalues="signed", block=4
     ),
     "kda": KDAConfig(num_heads=4, key_size=3, value_size=4, rank=5, block=8),
+    "rwkv7": RWKV7Config(num_heads=4, head_size=4, rank=3, gate_rank=5, block=8),
 }
 
 
@@ -159,3 +161,11 @@ def test_what_cannot_be_cut_is_refused() -> None:
         check(Plan(context=2), model(long_taps), LENGTH)
     with pytest.raises(ConfigError, match="num_groups: 3: must divide num_heads 4"):
         Mamba2Config(num_heads=4, num_groups=3)
+
+
+def test_delta_blocks_that_cannot_be_halved_are_refused() -> None:
+    for mixer in (GatedDeltaNetConfig, KDAConfig, RWKV7Config):
+        with pytest.raises(ConfigError, match="block: 48: must be a power of two; the next is 64"):
+            mixer(num_heads=4, block=48)
+    with pytest.raises(ConfigError, match="num_key_heads: 3: must divide num_heads 4"):
+        GatedDeltaNetConfig(num_heads=4, num_key_heads=3)
