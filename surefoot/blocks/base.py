@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -213,10 +213,14 @@ def own_counts(counts: Tensor) -> Tensor:
 class Router(Block):
     """Chooses experts and never moves tokens; computes in at least fp32, and looks at no other token to choose.
 
+    One that does where it is trained, where gradients are recorded, says so in `looks_ahead`: its choices there may
+    depend on the future, and on what else lies in the batch. Nothing does without gradients.
+
     What it learns otherwise than by gradient is a state, moved by `balance` alone. `pool` turns counts of this
     process into counts of all processes that hold other parts of the same sequences; it may be swapped for a sum over them.
     """
 
+    looks_ahead: ClassVar[bool] = False
     loads_E: Tensor
     auxiliary: Tensor
 
