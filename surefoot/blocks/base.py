@@ -196,13 +196,15 @@ class Routing(NamedTuple):
 
     `experts_TK` are their numbers, all different for a token; `weights_TK` what their outputs count, in at least fp32;
     `loads_E` how many tokens chose each expert; `auxiliary` the weighted auxiliary losses summed over the tokens, a scalar
-    (0 where no gradients are recorded).
+    (0 where no gradients are recorded). Where `is_partial`, some of `experts_TK` are the number of experts: no expert, in
+    no load and of weight 0; then K may be any number up to that of experts.
     """
 
     experts_TK: Tensor
     weights_TK: Tensor
     loads_E: Tensor
     auxiliary: Tensor
+    is_partial: bool = False
 
 
 def own_counts(counts: Tensor) -> Tensor:
@@ -267,6 +269,9 @@ class RouterConfig(Config):
 
     def check_top_k(self, top_k: int) -> None:
         """Raise `FieldError` where the router cannot learn from choosing so many."""
+
+    def check_experts(self, num_experts: int, top_k: int) -> None:
+        """Raise `FieldError` where it cannot choose `top_k` of `num_experts`."""
 
     @abstractmethod
     def build(self, *, width: int, num_experts: int, top_k: int) -> Router:
