@@ -153,9 +153,7 @@ class Budget(Recomputation):
                 f"is less than the {total} bytes that full recomputation keeps; give that or more, or a smaller "
                 "train.micro_batch",
             )
-        by_worth = sorted(
-            self._calls.items(), key=lambda item: (-item[1].seconds / max(1, item[1].num_bytes), item[0])
-        )
+        by_worth = sorted(self._calls.items(), key=lambda item: (-item[1].seconds / max(1, item[1].num_bytes), item[0]))
         for place, call in by_worth:
             if total + call.num_bytes <= self.num_bytes:
                 self._picked.add(place)
@@ -177,9 +175,7 @@ def communicates(call: Call) -> bool:
 
 def recompute(config: RecomputeConfig, modules: Sequence[nn.Module]) -> Recomputation | None:
     """Have layers of a model or of stages run again in backward. FSDP's hooks, put around a layer later, lie outside."""
-    layers = [
-        layer for module in modules for layer in module.get_submodule("layers").children()
-    ]
+    layers = [layer for module in modules for layer in module.get_submodule("layers").children()]
     if config.mode == "none":
         return None
     chosen = layers[:: config.every]

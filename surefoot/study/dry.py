@@ -201,7 +201,7 @@ def remedies(run: Run) -> Iterator[tuple[list[str], Run]]:
         yield assignments, changed
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Measured(Laid):
     """A laid-out model that tells what its passes keep."""
 

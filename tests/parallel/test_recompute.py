@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
-from surefoot.config import ConfigError, FieldError
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models import routing
@@ -22,7 +21,7 @@ from surefoot.models.decoder import DecoderConfig
 from surefoot.models.routing import routers
 from surefoot.parallel.apply import Laid, lay_out
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.recompute import Budget, RecomputeConfig
+from surefoot.parallel.recompute import RecomputeConfig
 from tests.parallel.parity import BATCH, LENGTH, decoder, ragged_batch
 
 CPU = torch.device("cpu")
@@ -74,7 +73,8 @@ def test_no_bit_of_a_gradient_changes(
     config: DecoderConfig, mode: RecomputeConfig, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     expected, found = gradients(Plan(), config, *dtypes), gradients(Plan(recompute=mode), config, *dtypes)
-    assert expected is not None and found is not None
+    assert expected is not None
+    assert found is not None
     for name, gradient in expected[0].items():
         assert torch.equal(found[0][name], gradient), name
     assert found[1] == expected[1]
@@ -97,9 +97,7 @@ PLANS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("mode", MODES, ids=RecomputeConfig.describe)
 @pytest.mark.parametrize("axes", [*PLANS, {"expert": 2}, {"expert": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("is_routed", [False, True], ids=["plain", "routed"])
-def test_no_bit_changes_under_layouts(
-    pool: Pool, axes: dict[str, Any], mode: RecomputeConfig, is_routed: bool
-) -> None:
+def test_no_bit_changes_under_layouts(pool: Pool, axes: dict[str, Any], mode: RecomputeConfig, is_routed: bool) -> None:
     if (mode.mode == "budget" and "pipeline" in axes) or ("expert" in axes and not is_routed):
         return
     config, dtypes = routed() if is_routed else decoder(), (torch.float32, torch.float32)

@@ -1,7 +1,7 @@
 """Mixture of experts: a SwiGLU network in parts, of which each token meets a few. No token is dropped.
 
 Legend: B batch, L length, T = B·L tokens, D width, F hidden width of an expert, E experts, K experts a token,
-R = T·K rows.
+N = T·K choices, R rows: as many, less the choices of no expert.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class MoEConfig(FeedForwardConfig):
         if self.top_k > self.num_experts:
             raise FieldError("top_k", self.top_k, f"must be at most num_experts {self.num_experts}")
         self.router.check_top_k(self.top_k)
+        self.router.check_experts(self.num_experts, self.top_k)
         return self
 
     @classmethod
@@ -66,11 +67,13 @@ class Local:
     def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """See `Dispatch.send`."""
         top_k = routing.experts_TK.shape[1]
-        order_R = routing.experts_TK.flatten().argsort(stable=True)
-        rows_R = torch.empty_like(order_R)
-        rows_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        rows_TK = rows_R.view(-1, top_k)
-        x_RD = copy_rows(x_TD, order_R // top_k, rows_TK)
+        order_N = routing.experts_TK.flatten().argsort(stable=True)
+        rows_N = torch.empty_like(order_N)
+        rows_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        # Choices of no expert sort last: they make no row.
+        num_rows = int(routing.loads_E.sum()) if routing.is_partial and not order_N.is_meta else len(order_N)
+        rows_TK = rows_N.clamp(max=num_rows).view(-1, top_k)
+        x_RD = copy_rows(x_TD, order_N[:num_rows] // top_k, rows_TK)
         return x_RD, routing.loads_E, lambda y_RD: sum_rows(y_RD, rows_TK, routing.weights_TK)
 
 
