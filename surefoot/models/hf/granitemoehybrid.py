@@ -46,6 +46,7 @@ def read_mamba(settings: Settings, width: int) -> Mamba2Config:
         conv_bias=settings.flag("mamba_conv_bias", True),
         norm_groups=num_groups,
         norm_eps=settings.number("rms_norm_eps"),
+        block=settings.whole("mamba_chunk_size", 256),
         dt_limit=settings.limits("time_step_limit"),
     )
 
@@ -73,7 +74,6 @@ def mamba_ties(theirs: str, ours: str, mixer: Mamba2Config) -> list[Tie]:
 def _read(settings: Settings) -> DecoderConfig:
     stem = read_stem(settings)
     settings.expect(hidden_act="silu", attention_bias=False)
-    settings.without_effect("mamba_chunk_size")  # changes speed and rounding only
     width, depth = stem["width"], stem["depth"]
     embedding = settings.word("position_embedding_type")
     if embedding not in (None, "rope"):
@@ -134,10 +134,10 @@ def _write(config: DecoderConfig) -> Json:
             "mamba_d_head": mamba.head_size,
             "mamba_d_conv": mamba.conv_size,
             "mamba_expand": mamba.num_heads * mamba.head_size // config.width,
-            "mamba_chunk_size": 256,
+            "mamba_chunk_size": mamba.block,
             "mamba_conv_bias": mamba.conv_bias,
             "mamba_proj_bias": False,
-            "time_step_limit": None if mamba.dt_limit is None else list(mamba.dt_limit),
+            "time_step_limit": list(mamba.dt_limit or (0.0, {"__float__": "Infinity"})),
         }
     if isinstance(config.ffn, SwiGLUConfig):
         return values | {"num_local_experts": 0, "shared_intermediate_size": config.ffn.hidden}
@@ -187,4 +187,4 @@ def _ties(config: DecoderConfig) -> list[Tie]:
     return ties
 
 
-FAMILIES = (Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _ties),)
+FAMILIES = (Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _ties, is_general=True),)
