@@ -49,7 +49,7 @@ class DecoderConfig(Config):
     mixer_pattern: str = Field(
         default="m", min_length=1, description="as in wwwm (three of four layers have the mixer w)"
     )
-    ffn: FeedForwardConfig
+    ffn: FeedForwardConfig | None = Field(default=None, description="null where ffn_pattern has no f")
     other_ffns: dict[str, FeedForwardConfig] = Field(default={}, description="by the letter they have in ffn_pattern")
     ffn_pattern: str = Field(default="f", min_length=1, description="as in df (every second layer has the network d)")
     norm_eps: float = Field(default=1e-6, gt=0)
@@ -87,6 +87,9 @@ class DecoderConfig(Config):
     def _patterns_fit(self) -> Self:
         self._check_pattern("mixer_pattern", self.mixer_pattern, "m", "other_mixers", self.other_mixers)
         self._check_pattern("ffn_pattern", self.ffn_pattern, "f", "other_ffns", self.other_ffns)
+        if (self.ffn is None) == ("f" in self.ffn_pattern):
+            remedy = "has an f, so ffn is needed" if self.ffn is None else "has no f, so ffn would be nowhere"
+            raise FieldError("ffn_pattern", self.ffn_pattern, remedy)
         for layer in range(self.depth):
             if self.mixer_of(layer) is None and self.ffn_of(layer) is None:
                 raise FieldError("ffn_pattern", self.ffn_pattern, f"leaves layer {layer} without mixer and network")
