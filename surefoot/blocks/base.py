@@ -8,13 +8,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.config import Config
 from surefoot.ops.documents import Documents
+
+EXAMPLE_WIDTH, EXAMPLE_EXPERTS = 32, 8
+"""Of the models in which examples of blocks are tried."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,9 @@ class Mixer(Block):
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes one sequence's state holds after `length` positions."""
 
+    def use_plain(self) -> None:
+        """Compute by the plain form from now on, the one whose FLOPs are `flops(length, causal=False)`."""
+
     def decode_flops(self, length: int) -> float:
         """FLOPs of one more position after `length`: those of a full pass, all keys seen, unless decoding has its own form."""
         return self.flops(length, causal=False)
@@ -141,6 +147,19 @@ class Mixer(Block):
 
 class MixerConfig(Config):
     """Describes a mixer."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """Small ones by what is particular to each, for models of `EXAMPLE_WIDTH`: the contract is run on all of them.
+
+        One for each option that changes the mathematics, in tens of dimensions, with heads that two ranks can share.
+        """
+        return {}
+
+    @property
+    def example_writer(self) -> MixerConfig | None:
+        """For a mixer that reads `shared`: one that leaves there what it needs."""
+        return None
 
     def check_width(self, width: int) -> None:
         """Raise `FieldError` where the mixer cannot have this model width."""
@@ -177,6 +196,11 @@ class FeedForward(Block):
 
 class FeedForwardConfig(Config):
     """Describes a feed-forward network."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {}
 
     @abstractmethod
     def build(self, *, width: int, output_scale: float) -> FeedForward:
@@ -247,6 +271,11 @@ class Router(Block):
 
 class RouterConfig(Config):
     """Describes a router."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`; they are tried with `EXAMPLE_EXPERTS` experts, 2 a token."""
+        return {}
 
     def check_top_k(self, top_k: int) -> None:
         """Raise `FieldError` where the router cannot learn from choosing so many."""

@@ -12,16 +12,22 @@ from surefoot.ops.norm import rms_norm
 
 
 class RMSNorm(Block):
-    """Root-mean-square norm (Zhang and Sennrich, 2019) with a learned scale that starts at 1."""
+    """Root-mean-square norm (Zhang and Sennrich, 2019) with a learned scale that starts at 1.
 
-    def __init__(self, width: int, eps: float, axis: str = "embed") -> None:
+    With an `offset` the weight is what is added to it, as in Gemma: decay of weights then pulls scales there.
+    """
+
+    def __init__(self, width: int, eps: float, axis: str = "embed", *, offset: int = 0) -> None:
         super().__init__()
-        self.eps = eps
-        self.scale = self.add_weight("scale", (width,), (axis,), Initial(mean=1.0))
+        self.eps, self.offset = eps, offset
+        self.scale = self.add_weight("scale", (width,), (axis,), Initial(mean=1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D) in x's dtype."""
-        return rms_norm(x, self.scale, self.eps)
+        scale: Tensor = self.scale
+        if self.offset:  # added in fp32: narrow weights around 1 would lose their last digits
+            scale = scale.to(torch.promote_types(scale.dtype, torch.float32)) + self.offset
+        return rms_norm(x, scale, self.eps)
 
 
 def own_sums(sums: Tensor) -> Tensor:

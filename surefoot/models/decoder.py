@@ -56,6 +56,9 @@ class DecoderConfig(Config):
     norm_placement: NormPlacement = Field(
         default="pre", description="RMS norms before each part, after it, or both; never on the residual stream itself"
     )
+    norm_offset: Literal[0, 1] = Field(
+        default=0, description="what is added to the weights of norms for their scales (1 in Gemma)"
+    )
     arrangement: Literal["sequential", "parallel"] = Field(
         default="sequential", description="parallel: mixer and network read the same normed input (Wang, 2021)"
     )
@@ -180,7 +183,7 @@ class Layer(nn.Module):
         one_norm = config.arrangement == "parallel" and mixer is not None
 
         def norm(wanted: bool) -> RMSNorm | None:
-            return RMSNorm(config.width, config.norm_eps) if wanted else None
+            return RMSNorm(config.width, config.norm_eps, offset=config.norm_offset) if wanted else None
 
         # In a parallel layer the network reads what the mixer reads, and one connection adds both.
         parts = 1 if config.arrangement == "parallel" else 2
@@ -240,7 +243,7 @@ class Decoder(nn.Module):
         std = config.width**-0.5 if config.tied else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = RMSNorm(config.width, config.norm_eps, offset=config.norm_offset)
         tied = self.embedding.weight if config.tied else None
         self.head = Head(
             config.vocab_size,

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot.blocks.base import Mixer, MixerConfig
+from surefoot.blocks.mixers.delta_net import GatedDeltaNetConfig
+from surefoot.blocks.mixers.kda import KDAConfig
 from surefoot.blocks.mixers.mamba2 import Mamba2Config
 from surefoot.config import ConfigError
 from surefoot.dist.pool import Pool
@@ -33,6 +35,11 @@ MIXERS: dict[str, MixerConfig] = {
         block=7,
         dt_limit=(0.01, 0.5),
     ),
+    "gdn": GatedDeltaNetConfig(num_heads=4, key_size=3, value_size=5, block=8),
+    "gdn-groups": GatedDeltaNetConfig(
+        num_heads=4, num_key_heads=2, key_size=4, value_size=3, conv_size=3, eigenvalues="signed", block=4
+    ),
+    "kda": KDAConfig(num_heads=4, key_size=3, value_size=4, rank=5, block=8),
 }
 
 

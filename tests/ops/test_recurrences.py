@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.ops.conv import causal_conv
+from surefoot.ops.delta import delta, delta_plain, unit_inverse
 from surefoot.ops.documents import Documents
 from surefoot.ops.runs import OneRun
 from surefoot.ops.ssd import ssd, ssd_plain
@@ -113,3 +114,75 @@ def test_the_convolution_goes_on_from_its_tail() -> None:
         start = stop
     assert torch.allclose(torch.cat(parts, 1), whole, rtol=0, atol=1e-14)
     assert torch.equal(tail, last)
+
+
+def delta_inputs(num_decays: int, length: int = LENGTH) -> list[Tensor]:
+    """Query, read, write, value, decay, and k and v: keys of norm 1, so that states stay bounded, and slow decay."""
+    keys = [torch.nn.functional.normalize(draw(BATCH, length, 3, 4, seed=seed), dim=-1) for seed in (0, 1, 2, 3)]
+    beta = draw(BATCH, length, 3, 1, seed=4).sigmoid()
+    values = [draw(BATCH, length, 3, 5, seed=seed) for seed in (5, 6)]
+    log_decay = -0.05 * draw(BATCH, length, 3, num_decays, seed=7).abs()
+    found = [keys[0], -beta * keys[1], keys[1], values[0], log_decay, keys[3], values[1]]
+    return [tensor.requires_grad_() for tensor in found]
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 64])
+@pytest.mark.parametrize("num_decays", [1, 4])
+@pytest.mark.parametrize("has_added", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_delta_by_blocks_is_the_recurrence(block: int, num_decays: int, has_added: bool, with_state: bool) -> None:
+    *inputs, k, v = delta_inputs(num_decays)
+    added = (k, v) if has_added else None
+    starts = (documents().positions == 0).clone()
+    state = draw(BATCH, 3, 4, 5, seed=8).requires_grad_() if with_state else None
+    if with_state:
+        starts[:, 0] = False
+    sources = [*inputs, *(added or ()), *([] if state is None else [state])]
+    y, last = delta(*inputs, starts, state, added, block=block)
+    results = []
+    for outputs, final in (delta_plain(*inputs, starts, state, added), (y, last())):
+        total = (outputs * draw(*outputs.shape, seed=9)).sum() + (final * draw(*final.shape, seed=10)).sum()
+        results.append([outputs, final, *torch.autograd.grad(total, sources)])
+    for wanted, found in zip(*results, strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_delta_returns_the_value_of_the_key_just_stored() -> None:
+    """Without decay, at full strength: what a key has just been given is what it gives back, whatever came before."""
+    key, value = torch.nn.functional.normalize(draw(1, LENGTH, 2, 4), dim=-1), draw(1, LENGTH, 2, 5, seed=1)
+    starts = Documents(None, LENGTH).positions == 0
+    y, _ = delta(key, -key, key, value, torch.zeros(1, LENGTH, 2, 1).double(), starts, block=16)
+    assert torch.allclose(y, value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_decays", [1, 4])
+def test_delta_is_exact_where_decay_is_sudden(num_decays: int) -> None:
+    """A decay of e^-400 in one position: its inverse overflows fp32, so no exponent may ever be positive."""
+    *inputs, _, _ = (tensor.detach().float() for tensor in delta_inputs(num_decays))
+    inputs[4][:, 9] = -400.0
+    starts = Documents(None, LENGTH).positions == 0
+    y, _ = delta(*inputs, starts, block=16)
+    wanted, _ = delta_plain(*(tensor.double() for tensor in inputs), starts)
+    # Sums of decays near 400 are rounded to 3e-5, and so are the decays between positions after it.
+    assert torch.allclose(y.double(), wanted, rtol=0, atol=2e-4)
+
+
+def test_delta_keeps_documents_apart() -> None:
+    *inputs, _, _ = (tensor.detach() for tensor in delta_inputs(4))
+    docs = documents()
+    assert docs.ids_BL is not None
+    is_fifth = docs.ids_BL[1] == 5
+    before, _ = delta(*inputs, docs.positions == 0, block=8)
+    for tensor in inputs[:4]:
+        tensor[1, ~is_fifth] *= -1.3
+    after, _ = delta(*inputs, docs.positions == 0, block=8)
+    assert torch.equal(after[1, is_fifth], before[1, is_fifth])
+    assert not torch.allclose(after[1, ~is_fifth], before[1, ~is_fifth])
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64])
+def test_the_inverse_by_halves_is_the_inverse(size: int) -> None:
+    """Equal keys at full strength are the worst case for a series of powers: its terms reach 2^63."""
+    for lower in (draw(3, 2, size, size).tril(-1) * size**-0.5, -torch.ones(1, 1, size, size).double().tril(-1)):
+        wanted = torch.linalg.inv(torch.eye(size).double() - lower)
+        assert torch.allclose(unit_inverse(lower), wanted, rtol=1e-9, atol=1e-11)

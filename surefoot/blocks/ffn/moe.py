@@ -13,7 +13,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from surefoot.blocks.base import Dispatch, Experts, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
+from surefoot.blocks.base import (
+    EXAMPLE_EXPERTS,
+    Dispatch,
+    Experts,
+    FeedForwardConfig,
+    Initial,
+    Routed,
+    RouterConfig,
+    Routing,
+)
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.config import FieldError
 from surefoot.ops.grouped import grouped_linear
@@ -37,6 +46,14 @@ class MoEConfig(FeedForwardConfig):
             raise FieldError("top_k", self.top_k, f"must be at most num_experts {self.num_experts}")
         self.router.check_top_k(self.top_k)
         return self
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "fine-grained": cls(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12),
+            "shared expert": cls(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, shared_hidden=16),
+        }
 
     def build(self, *, width: int, output_scale: float) -> MoE:
         """The network itself."""

@@ -5,7 +5,6 @@ Legend: B batch, L length, D width, H heads, G groups of heads that share B and 
 
 from __future__ import annotations
 
-import math
 from typing import Self
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.norm import GroupNorm
+from surefoot.blocks.start import StartOfDecay, StartOfStep
 from surefoot.config import FieldError
 from surefoot.ops.conv import causal_conv
 from surefoot.ops.documents import Documents
@@ -56,28 +56,6 @@ class Mamba2Config(MixerConfig):
         return Mamba2(self, width, output_scale)
 
 
-class _StartOfDecay(Initial):
-    """log a with a uniform between 1 and 16, as in the paper's code."""
-
-    def draw(self, shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """See `Initial.draw`."""
-        return torch.empty(shape).uniform_(1, 16, generator=generator).log_()
-
-
-class _StartOfStep(Initial):
-    """What softplus turns into a dt that is log-uniform between two bounds."""
-
-    def __init__(self, low: float, high: float) -> None:
-        super().__init__(std=1.0)
-        object.__setattr__(self, "_bounds", (math.log(low), math.log(high)))
-
-    def draw(self, shape: torch.Size | tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """See `Initial.draw`."""
-        low, high = self._bounds  # type: ignore[attr-defined]
-        dt = torch.empty(shape).uniform_(low, high, generator=generator).exp_().clamp_min_(1e-4)
-        return dt + torch.log(-torch.expm1(-dt))
-
-
 class Mamba2State:
     """The convolution's past and the state of each head."""
 
@@ -113,9 +91,9 @@ class Mamba2(Mixer):
             self.add_weight(f"conv_{name}", (size, config.conv_size), (axis, "taps"), taps)
             if config.conv_bias:
                 self.add_weight(f"conv_bias_{name}", (size,), (axis,), Initial())
-        self.log_a = self.add_weight("log_a", (config.num_heads,), ("per_head",), _StartOfDecay(std=1.0))
+        self.log_a = self.add_weight("log_a", (config.num_heads,), ("per_head",), StartOfDecay())
         self.dt_bias = self.add_weight(
-            "dt_bias", (config.num_heads,), ("per_head",), _StartOfStep(config.dt_min, config.dt_max)
+            "dt_bias", (config.num_heads,), ("per_head",), StartOfStep(low=config.dt_min, high=config.dt_max)
         )
         self.skip = self.add_weight("skip", (config.num_heads,), ("per_head",), Initial(mean=1.0))
         self.norm = GroupNorm(heads, heads // norm_groups, config.norm_eps)

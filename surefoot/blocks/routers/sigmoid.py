@@ -5,6 +5,8 @@ Legend: B sequences, T tokens, D width, E experts, K experts a token.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -30,6 +32,11 @@ class SigmoidConfig(RouterConfig):
         description="tokens over which that loss asks for balance: each sequence, whose loss every layout and micro-batch "
         "size reproduces, or all of a forward pass on one rank",
     )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `RouterConfig.examples`."""
+        return {"scaled": cls(balance_loss=0.3, scale=2.5)}
 
     def check_top_k(self, top_k: int) -> None:
         """One sigmoid over itself is 1 whatever its logit."""

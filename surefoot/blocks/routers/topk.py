@@ -5,7 +5,7 @@ Legend: B sequences, T tokens, D width, E experts, K experts a token.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -31,6 +31,14 @@ class TopKConfig(RouterConfig):
         "reproduces, or all of a forward pass on one rank",
     )
     z_loss: float = Field(default=1e-3, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `RouterConfig.examples`; heavy losses, so that a wrong one is seen."""
+        return {
+            "over chosen": cls(balance_loss=0.3, z_loss=0.2),
+            "over all": cls(softmax_over="all", balance_loss=0.3, z_loss=0.2),
+        }
 
     def check_top_k(self, top_k: int) -> None:
         """A softmax over one choice is 1 whatever its logit."""
