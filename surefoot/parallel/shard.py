@@ -217,7 +217,9 @@ class FullySharded(DataParallel):
             experts = [block for block in module.modules() if isinstance(block, Experts)]
             units = [*((block, expert_mesh) for block in experts), *units]
         # A layer hands on what earlier ones left, which are views to FSDP2; it warns of writing into them, and nothing does.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
+        )
         for unit, device_mesh in units:
             fully_shard(unit, mesh=device_mesh, reshard_after_forward=unit is not module and reshard_after_forward)
             assert isinstance(unit, FSDPModule)
