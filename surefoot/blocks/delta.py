@@ -40,9 +40,7 @@ class DeltaConfig(MixerConfig):
 
     @model_validator(mode="after")
     def _block_fits(self) -> Self:
-        if self.block & (self.block - 1):
-            nearest = 1 << (self.block - 1).bit_length()
-            raise FieldError("block", self.block, f"must be a power of two; the next is {nearest}")
+        check_block(self.block)
         return self
 
 
@@ -152,7 +150,8 @@ class DeltaMixer(Mixer):
 
     def _projections(self) -> float:
         matrices = [name for name, axes in self.axes.items() if len(axes) == 2 and "taps" not in axes]
-        return 2.0 * sum(getattr(self, name).numel() for name in matrices)
+        sizes: list[int] = [getattr(self, name).numel() for name in matrices]
+        return 2.0 * sum(sizes)
 
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:  # noqa: ARG002 - of one size
         """4 H K V (in fp32) + (T - 1)(2 G K + H V) numbers of the dtype."""
@@ -170,3 +169,9 @@ class DeltaMixer(Mixer):
 def unit(x: Tensor) -> Tensor:
     """Vectors brought to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def check_block(block: int) -> None:
+    """`FieldError` where blocks of so many positions cannot be halved down to one."""
+    if block & (block - 1):
+        raise FieldError("block", block, f"must be a power of two; the next is {1 << (block - 1).bit_length()}")

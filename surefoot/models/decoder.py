@@ -203,11 +203,13 @@ class Layer(nn.Module):
     def forward(
         self, x_BLS: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
     ) -> tuple[Tensor, Shared]:
-        """The stream (B, L, S) to the stream after it, and what later layers may read: what earlier ones left, and this one.
+        """The stream (B, L, S) to the stream after it, and what this layer leaves for later ones to read.
 
-        Both are returned, so that a wrapper of layers sees all through which gradients come.
+        Both are returned, so that a wrapper of layers sees all through which gradients come. What earlier layers left is not
+        passed on: through FSDP it would come out as a view, on which its hooks may be lost.
         """
-        shared = dict(shared or {})
+        found = dict(shared or {})
+        shared = dict(found)
         if self.connect_mixer is not None and self.mixer is not None:
             read_BLD, write = self.connect_mixer(x_BLS)
             normed_BLD = _through(self.norm_mixer, read_BLD)
@@ -218,7 +220,7 @@ class Layer(nn.Module):
         if self.connect_ffn is not None and self.ffn is not None:
             read_BLD, write = self.connect_ffn(x_BLS)
             x_BLS = write(_through(self.norm_ffn_out, self.ffn(_through(self.norm_ffn, read_BLD))))
-        return x_BLS, shared
+        return x_BLS, {name: left for name, left in shared.items() if found.get(name) is not left}
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""
@@ -266,7 +268,8 @@ class Decoder(nn.Module):
         x_BLS = self.config.expand(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype))
         shared: Shared = {}
         for index, layer in enumerate(self.layers):
-            x_BLS, shared = layer(x_BLS, docs, states[index] if states is not None else None, shared)
+            x_BLS, left = layer(x_BLS, docs, states[index] if states is not None else None, shared)
+            shared = shared | left
         hidden: Tensor = self.norm(self.config.connection.collapse(x_BLS))
         return hidden
 

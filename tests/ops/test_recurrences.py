@@ -186,3 +186,27 @@ def test_the_inverse_by_halves_is_the_inverse(size: int) -> None:
     for lower in (draw(3, 2, size, size).tril(-1) * size**-0.5, -torch.ones(1, 1, size, size).double().tril(-1)):
         wanted = torch.linalg.inv(torch.eye(size).double() - lower)
         assert torch.allclose(unit_inverse(lower), wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_rwkv7_is_its_transition_matrix_and_gated_deltanet_a_case_of_it() -> None:
+    """S = S (diag(w) - kappa (a kappa)^T) + v k^T, from values to keys; with a = beta w, k = beta kappa: the delta rule."""
+    length, size = 21, 4
+    kappa = torch.nn.functional.normalize(draw(length, size), dim=-1)
+    r, v, beta = draw(length, size, seed=1), draw(length, size, seed=2), draw(length, 1, seed=3).sigmoid()
+    for log_decay in (-0.6 * draw(length, size, seed=4).sigmoid(), -0.6 * draw(length, 1, seed=4).sigmoid()):
+        is_scalar, decay = log_decay.shape[1] == 1, log_decay.exp()
+        a = beta * decay if is_scalar else draw(length, size, seed=5).sigmoid()
+        k = beta * kappa if is_scalar else draw(length, size, seed=6)
+        state, wanted = torch.zeros(size, size).double(), []
+        for t in range(length):
+            transition = torch.diag(decay[t].expand(size)) - torch.outer(kappa[t], a[t] * kappa[t])
+            state = state @ transition + torch.outer(v[t], k[t])
+            wanted.append(state @ r[t])
+        starts = Documents(None, length).positions == 0
+        batched = [x[None, :, None] for x in (r, -kappa / decay, kappa * a, torch.zeros_like(v), log_decay, k, v)]
+        y, _ = delta(*batched[:5], starts, None, (batched[5], batched[6]), block=8)
+        assert torch.allclose(y[0, :, 0], torch.stack(wanted), rtol=0, atol=1e-13)
+        if is_scalar:
+            gated = [x[None, :, None] for x in (r, -beta * kappa, kappa, beta * v, log_decay)]
+            y, _ = delta(*gated, starts, block=8)
+            assert torch.allclose(y[0, :, 0], torch.stack(wanted), rtol=0, atol=1e-13)
