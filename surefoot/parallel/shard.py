@@ -11,6 +11,7 @@ samples or another part of the sequence. What differs is what each rank keeps:
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -215,6 +216,10 @@ class FullySharded(DataParallel):
             expert_mesh = mesh.device_mesh(device_type, *replicas, EXPERT_SHARDS)
             experts = [block for block in module.modules() if isinstance(block, Experts)]
             units = [*((block, expert_mesh) for block in experts), *units]
+        # A layer hands on what earlier ones left, which are views to FSDP2; it warns of writing into them, and nothing does.
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
+        )
         for unit, device_mesh in units:
             fully_shard(unit, mesh=device_mesh, reshard_after_forward=unit is not module and reshard_after_forward)
             assert isinstance(unit, FSDPModule)

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from surefoot.blocks.base import Block, Initial, Mixer, MixerConfig, Shared
-from surefoot.blocks.mixers.cache import KVState, mean_seen, most_kept
+from surefoot.blocks.mixers.cache import KVState, NoState, mean_seen, most_kept
 from surefoot.blocks.norm import HeadsNorm, RMSNorm
 from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 from surefoot.config import FieldError
@@ -21,6 +21,18 @@ from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import Documents, Reach
 from surefoot.ops.linear import linear
 from surefoot.ops.scores import Scores
+
+_OF_KEYS = (
+    "num_kv_heads",
+    "head_size",
+    "rope",
+    "rope_theta",
+    "rope_share",
+    "rope_scaling",
+    "window",
+    "keep_first",
+)
+"""Options that a layer must have in common with the one whose keys it reads."""
 
 
 class AttentionConfig(MixerConfig):
@@ -59,6 +71,14 @@ class AttentionConfig(MixerConfig):
         default="none", description="of each component before the output projection (Qiu et al., 2025)"
     )
     bias: Literal["none", "qkv"] = Field(default="none", description="of which projections")
+    leaves: str | None = Field(
+        default=None, min_length=1, description="name under which later layers may read its keys and values"
+    )
+    reads: str | None = Field(
+        default=None,
+        min_length=1,
+        description="name of the keys and values to use, made by an earlier layer (Brandon et al., 2024; Sun et al., 2024)",
+    )
 
     @field_validator("qk_norm", mode="before")
     @classmethod
@@ -79,7 +99,34 @@ class AttentionConfig(MixerConfig):
             raise FieldError("norm_offset", self.norm_offset, "is of qk_norm=head alone; leave it out")
         if self.rope == "none" and (self.rope_scaling is not None or self.rope_share != 1):
             raise FieldError("rope", "none", "leaves rope_scaling and rope_share without effect; leave them out")
+        if self.reads is not None and self.leaves is not None:
+            raise FieldError("leaves", self.leaves, f"has no keys of its own to leave where reads={self.reads}")
         return self
+
+    @property
+    def leaves_shared(self) -> str | None:
+        """Keys and values."""
+        return self.leaves
+
+    @property
+    def needs_shared(self) -> str | None:
+        """Keys and values."""
+        return self.reads
+
+    def check_writer(self, writer: MixerConfig) -> None:
+        """Heads, reach and positions must be those of the keys."""
+        if not isinstance(writer, AttentionConfig):
+            raise FieldError("reads", self.reads, f"was left by {type(writer).__name__}; name what attention leaves")
+        # Without a size of its own, a head's follows from their number.
+        for name in (*_OF_KEYS, *(["num_heads"] if self.head_size is None else [])):
+            own, theirs = getattr(self, name), getattr(writer, name)
+            if own != theirs:
+                raise FieldError(name, own, f"must be {theirs} as in the layer that leaves {self.reads}")
+
+    @property
+    def example_writer(self) -> AttentionConfig | None:
+        """See `MixerConfig.example_writer`."""
+        return None if self.reads is None else self.model_copy(update={"reads": None, "leaves": self.reads})
 
     def check_width(self, width: int) -> None:
         """Without a head size of its own, the width must give an even one; an even number of components turn."""
@@ -119,6 +166,8 @@ class AttentionConfig(MixerConfig):
             "partial, interleaved": example(num_kv_heads=2, rope="interleaved", rope_share=0.5),
             "linear": example(num_kv_heads=2, rope_scaling=LinearScaling(factor=2.0)),
             "llama3": example(num_kv_heads=2, rope_scaling=Llama3Scaling(factor=4.0, original_length=32)),
+            "shared keys and values": example(num_kv_heads=2, reads="keys"),
+            "shared window": example(num_kv_heads=2, window=7, reads="keys"),
             "yarn": example(num_kv_heads=2, rope_scaling=YarnScaling(factor=4.0, original_length=16)),
         }
 
@@ -147,17 +196,20 @@ class Attention(Mixer):
         self.units = {"heads": self.head_size, "kv_heads": self.head_size}
         fan_in = Initial(std=width**-0.5)
         self.wq = self.add_weight("wq", (q_size, width), ("heads", "embed"), fan_in)
-        self.wk = self.add_weight("wk", (kv_size, width), ("kv_heads", "embed"), fan_in)
-        self.wv = self.add_weight("wv", (kv_size, width), ("kv_heads", "embed"), fan_in)
+        self.reads_shared = config.reads is not None
+        if not self.reads_shared:
+            self.add_weight("wk", (kv_size, width), ("kv_heads", "embed"), fan_in)
+            self.add_weight("wv", (kv_size, width), ("kv_heads", "embed"), fan_in)
         self.wo = self.add_weight("wo", (width, q_size), ("embed", "heads"), Initial(std=output_scale * q_size**-0.5))
-        self.w_gate = (
-            None if config.gate == "none" else self.add_weight("w_gate", (q_size, width), ("heads", "embed"), fan_in)
-        )
+        if config.gate == "sigmoid":
+            self.add_weight("w_gate", (q_size, width), ("heads", "embed"), fan_in)
         if config.bias == "qkv":
             self.add_weight("bq", (q_size,), ("heads",), Initial())
-            self.add_weight("bk", (kv_size,), ("kv_heads",), Initial())
-            self.add_weight("bv", (kv_size,), ("kv_heads",), Initial())
-        self.norm_q, self.norm_k = self._norm(self.num_heads, "heads"), self._norm(self.num_kv_heads, "kv_heads")
+            if not self.reads_shared:
+                self.add_weight("bk", (kv_size,), ("kv_heads",), Initial())
+                self.add_weight("bv", (kv_size,), ("kv_heads",), Initial())
+        self.norm_q = self._norm(self.num_heads, "heads")
+        self.norm_k = None if self.reads_shared else self._norm(self.num_kv_heads, "kv_heads")
         self.sinks = Sinks(self.num_heads) if config.sinks == "learned" else None
         self.rope: Rope | None = None
         if config.rope != "none":
@@ -174,53 +226,62 @@ class Attention(Mixer):
         return RMSNorm(self.head_size, self.config.norm_eps, "head", offset=self.config.norm_offset)
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        docs: Documents,
-        state: KVState | None = None,
-        shared: Shared | None = None,  # noqa: ARG002 - keeps its keys to itself
+        self, x_BLD: Tensor, docs: Documents, state: KVState | NoState | None = None, shared: Shared | None = None
     ) -> Tensor:
         """(B, L, D) to (B, L, D); with a state, queries also see the positions it holds."""
-        q_BLHK, k_BLGK, v_BLGK, gate_BLHK = self._project(x_BLD, docs)
-        k_BSGK, v_BSGK = (k_BLGK, v_BLGK) if state is None else state.extend(k_BLGK, v_BLGK)
+        heads = self._project(x_BLD)
+        q_BLHK = self._place(heads["q"], self.norm_q, docs)
+        k_BSGK, v_BSGK = self._keys_and_values(heads, docs, state, shared)
         sinks_H = None if self.sinks is None else self.sinks.scores_H
         y_BLHK = self.attend(q_BLHK, k_BSGK, v_BSGK, docs.over(k_BSGK.shape[1]), self.scores, sinks_H)
-        if gate_BLHK is not None:
-            y_BLHK = y_BLHK * gate_BLHK.sigmoid()
+        if "gate" in heads:
+            y_BLHK = y_BLHK * heads["gate"].sigmoid()
         return linear(y_BLHK.flatten(2), self.wo)
 
-    def _project(self, x_BLD: Tensor, docs: Documents) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries and keys, normed and turned; values; what the gate reads, if there is one."""
-        weights = [self.wq, self.wk, self.wv, *([] if self.w_gate is None else [self.w_gate])]
-        heads = linear(x_BLD, *weights).unflatten(-1, (-1, self.head_size))
+    def _project(self, x_BLD: Tensor) -> dict[str, Tensor]:
+        """Queries, keys, values and what the gate reads, as far as they are its own, heads apart."""
+        names = [name for name in ("q", "k", "v", "_gate") if f"w{name}" in self.axes]
+        weights: list[Tensor] = [getattr(self, f"w{name}") for name in names]
         # The weights say how many heads there are: under tensor parallelism they hold this rank's.
-        num_heads, num_kv_heads = (weight.shape[0] // self.head_size for weight in (self.wq, self.wk))
-        qkv, *gate = heads.split((num_heads + 2 * num_kv_heads, *([] if self.w_gate is None else [num_heads])), 2)
-        if self.config.bias == "qkv":
-            bias: Tensor = torch.cat([getattr(self, name) for name in ("bq", "bk", "bv")])
-            qkv = qkv + bias.to(qkv.dtype).unflatten(0, (-1, self.head_size))
-        if self.norm_q is None or self.norm_k is None:
-            qk_BLHK, v_BLGK = qkv.split((num_heads + num_kv_heads, num_kv_heads), 2)
-            q_BLHK, k_BLGK = self._turn(docs, qk_BLHK)[0].split((num_heads, num_kv_heads), 2)
-        else:
-            q_BLHK, k_BLGK, v_BLGK = qkv.split((num_heads, num_kv_heads, num_kv_heads), 2)
-            q_BLHK, k_BLGK = self._turn(docs, self.norm_q(q_BLHK), self.norm_k(k_BLGK))
-        return q_BLHK, k_BLGK, v_BLGK, gate[0] if gate else None
+        parts = linear(x_BLD, *weights).split([weight.shape[0] for weight in weights], -1)
+        heads = {}
+        for name, part in zip(names, parts, strict=True):
+            bias = getattr(self, f"b{name}").to(part.dtype) if f"b{name}" in self.axes else None
+            x_BLX = part if bias is None else part + bias
+            heads[name.removeprefix("_")] = x_BLX.unflatten(-1, (-1, self.head_size))
+        return heads
 
-    def _turn(self, docs: Documents, *heads: Tensor) -> tuple[Tensor, ...]:
-        if self.rope is None:
-            return heads
-        tables = self.rope.tables(docs, heads[0].dtype)
-        return tuple(self.rope.turn(x_BLHK, tables) for x_BLHK in heads)
+    def _place(self, x_BLHK: Tensor, norm: RMSNorm | HeadsNorm | None, docs: Documents) -> Tensor:
+        """Queries or keys normed, then turned to their positions."""
+        normed_BLHK = x_BLHK if norm is None else norm(x_BLHK)
+        return normed_BLHK if self.rope is None else self.rope.turn(normed_BLHK, self.rope.tables(docs, x_BLHK.dtype))
+
+    def _keys_and_values(
+        self, heads: dict[str, Tensor], docs: Documents, state: KVState | NoState | None, shared: Shared | None
+    ) -> tuple[Tensor, Tensor]:
+        """Those of this layer, or of the one that it reads; with past ones where there is a state."""
+        shared = {} if shared is None else shared
+        if self.config.reads is not None:
+            if isinstance(state, NoState):
+                state.length += docs.length
+            return shared[f"{self.config.reads}.k"], shared[f"{self.config.reads}.v"]
+        k_BSGK, v_BSGK = self._place(heads["k"], self.norm_k, docs), heads["v"]
+        if isinstance(state, KVState):
+            k_BSGK, v_BSGK = state.extend(k_BSGK, v_BSGK)
+        if self.config.leaves is not None:
+            shared[f"{self.config.leaves}.k"], shared[f"{self.config.leaves}.v"] = k_BSGK, v_BSGK
+        return k_BSGK, v_BSGK
 
     def use_plain(self) -> None:
         """See `Mixer.use_plain`: all scores, those that the mask hides too."""
         self.attend = attend_plain
 
-    def new_state(self, batch: int, length: int, dtype: torch.dtype) -> KVState:
-        """Empty key and value buffers with room for `length` positions, or for those in reach."""
+    def new_state(self, batch: int, length: int, dtype: torch.dtype) -> KVState | NoState:
+        """Empty key and value buffers with room for `length` positions, or for those in reach; none where it reads others'."""
+        if self.reads_shared:
+            return NoState()
         shape = (batch, length, self.num_kv_heads, self.head_size)
-        return KVState(shape, shape, self.scores.reach, dtype=dtype, device=self.wk.device)
+        return KVState(shape, shape, self.scores.reach, dtype=dtype, device=self.wq.device)
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token: projections, and scores and sums over `length` keys; when causal, over those it sees."""
@@ -235,6 +296,9 @@ class Attention(Mixer):
         return 2.0 * sum(weight.numel() for weight in self.parameters(recurse=False) if weight.dim() == 2)
 
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Two buffers of `length` positions, or of those in reach."""
-        kept = most_kept(self.scores.reach, length)
-        return 2 * kept * self.num_kv_heads * self.head_size * dtype.itemsize
+        """Two buffers of `length` positions, or of those in reach; nothing where it reads others'."""
+        return 0 if self.reads_shared else self.decode_bytes(length, dtype)
+
+    def decode_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """The keys and values in reach, whoever holds them."""
+        return 2 * most_kept(self.scores.reach, length) * self.num_kv_heads * self.head_size * dtype.itemsize

@@ -96,3 +96,9 @@ class KVState(State):
         """`append` for both."""
         k_BSGK, v_BSGK = self.append(k_BLGK, v_BLGK)
         return k_BSGK, v_BSGK
+
+
+class NoState:
+    """Of a mixer that keeps nothing itself: how many positions it has seen."""
+
+    length = 0
