@@ -47,6 +47,7 @@ OPTIONAL = {
     "wandb",
     "lm_eval",
     "gguf",
+    "huggingface_hub",
 }
 LAZY_DISPATCH = "cli/main.py"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.config import Config
+from surefoot.ops.autograd import is_again
 from surefoot.ops.documents import Documents
 
 EXAMPLE_WIDTH, EXAMPLE_EXPERTS = 32, 8
@@ -110,6 +111,9 @@ Shared = dict[str, Tensor]
 
 class Mixer(Block):
     """Mixes along the sequence: causal, never across a document; stepping with a state equals one full pass."""
+
+    least_run = 1
+    """Positions that a stretch of a cut sequence needs at least."""
 
     reads_shared = False
     """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
@@ -246,7 +250,12 @@ class Router(Block):
         """Forward FLOPs a token."""
 
     def keep(self, routing: Routing, share: float) -> None:
-        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for."""
+        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for.
+
+        A pass that is run again for its backward was counted the first time.
+        """
+        if is_again():
+            return
         self._pending = (routing.auxiliary * share, routing) if torch.is_grad_enabled() else None
 
     def take(self) -> Tensor | None:

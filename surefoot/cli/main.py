@@ -206,6 +206,35 @@ def generate(
     _verb("generate").run(run, prompt, tokens, sampling, not no_cache, step, allow or [])
 
 
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="DIR|ID", help="A folder as the Hugging Face hub has it, or a name there.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="The run folder to make; runs/NAME by default.")] = None,
+    sets: Sets = None,
+) -> None:
+    """Turn a published model into a run: to generate with, or to fine-tune with train --resume."""
+    _verb("import_").run(source, out, sets or [])
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run folder, or one of its checkpoints.")],
+    to: Annotated[str, typer.Option("--to", help="hf (transformers, vLLM) or gguf (llama.cpp).")],
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to make; RUN/exported/TO by default.")] = None,
+    family: Annotated[
+        str | None, typer.Option("--family", help="The architecture there; found by what the model is by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, or what an imported model was saved in, by default.")
+    ] = None,
+    allow: Allow = None,
+) -> None:
+    """Write a model for other programs, and check that it is the same there."""
+    _verb("export").run(run, to, out, family, dtype, allow or [])
+
+
 @data_app.command("inspect")
 def data_inspect(
     recipe: Recipe,

@@ -56,6 +56,9 @@ class DecoderConfig(Config):
     norm_placement: NormPlacement = Field(
         default="pre", description="RMS norms before each part, after it, or both; never on the residual stream itself"
     )
+    norm_offset: Literal[0, 1] = Field(
+        default=0, description="what is added to the weights of norms for their scales (1 in Gemma)"
+    )
     arrangement: Literal["sequential", "parallel"] = Field(
         default="sequential", description="parallel: mixer and network read the same normed input (Wang, 2021)"
     )
@@ -162,7 +165,7 @@ class Layer(nn.Module):
         one_norm = config.arrangement == "parallel" and mixer is not None
 
         def norm(wanted: bool) -> RMSNorm | None:
-            return RMSNorm(config.width, config.norm_eps) if wanted else None
+            return RMSNorm(config.width, config.norm_eps, offset=config.norm_offset) if wanted else None
 
         # In a parallel layer the network reads what the mixer reads, and one connection adds both.
         parts = 1 if config.arrangement == "parallel" else 2
@@ -182,11 +185,13 @@ class Layer(nn.Module):
     def forward(
         self, x_BLS: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
     ) -> tuple[Tensor, Shared]:
-        """The stream (B, L, S) to the stream after it, and what later layers may read: what earlier ones left, and this one.
+        """The stream (B, L, S) to the stream after it, and what this layer leaves for later ones to read.
 
-        Both are returned, so that a wrapper of layers sees all through which gradients come.
+        Both are returned, so that a wrapper of layers sees all through which gradients come. What earlier layers left is not
+        passed on: through FSDP it would come out as a view, on which its hooks may be lost.
         """
-        shared = dict(shared or {})
+        found = dict(shared or {})
+        shared = dict(found)
         if self.connect_mixer is not None and self.mixer is not None:
             read_BLD, write = self.connect_mixer(x_BLS)
             normed_BLD = _through(self.norm_mixer, read_BLD)
@@ -197,7 +202,7 @@ class Layer(nn.Module):
         if self.connect_ffn is not None and self.ffn is not None:
             read_BLD, write = self.connect_ffn(x_BLS)
             x_BLS = write(_through(self.norm_ffn_out, self.ffn(_through(self.norm_ffn, read_BLD))))
-        return x_BLS, shared
+        return x_BLS, {name: left for name, left in shared.items() if found.get(name) is not left}
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""
@@ -222,7 +227,7 @@ class Decoder(nn.Module):
         std = config.width**-0.5 if config.tied else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = RMSNorm(config.width, config.norm_eps, offset=config.norm_offset)
         tied = self.embedding.weight if config.tied else None
         self.head = Head(
             config.vocab_size,
@@ -245,7 +250,8 @@ class Decoder(nn.Module):
         x_BLS = self.config.expand(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype))
         shared: Shared = {}
         for index, layer in enumerate(self.layers):
-            x_BLS, shared = layer(x_BLS, docs, states[index] if states is not None else None, shared)
+            x_BLS, left = layer(x_BLS, docs, states[index] if states is not None else None, shared)
+            shared = shared | left
         hidden: Tensor = self.norm(self.config.connection.collapse(x_BLS))
         return hidden
 

@@ -16,7 +16,7 @@ from surefoot.dist.layout import Box, Place
 
 Role: TypeAlias = Literal["matrix", "vocabulary", "vector"]
 
-COUNTING_AXES = frozenset({"streams"})
+COUNTING_AXES = frozenset({"streams", "taps"})
 """Axes that count alternatives and span no space: a weight along one of them and a space is a few vectors, not a map."""
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from surefoot.blocks.base import Block, FeedForward, Mixer
 from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
+from surefoot.blocks.norm import HeadsNorm
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import gather, max_, reduce_scatter, sum_
 from surefoot.dist.layout import Layout
@@ -28,7 +29,7 @@ from surefoot.dist.mesh import Mesh
 from surefoot.models.initialise import named_weights
 from surefoot.ops.loss import LossSums, VocabularyPart, linear_cross_entropy
 
-CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+CUT = frozenset({"heads", "kv_heads", "per_head", "norm_heads", "ffn", "vocab"})
 """Logical axes that tensor parallelism cuts. All but the vocabulary must divide: a head is never split."""
 
 _SEQUENCE = 1
@@ -87,6 +88,8 @@ def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         if isinstance(module, Mixer | FeedForward):
             module.register_forward_pre_hook(_Gather(group))
             module.register_forward_hook(_Scatter(group))
+        elif isinstance(module, HeadsNorm):
+            module.pool = lambda sums: gather(sums, -1, group).sum(-1, keepdim=True)
         elif isinstance(module, Embedding):
             module.lookup = _Lookup(group, start)
         elif isinstance(module, Head):

@@ -138,7 +138,7 @@ class Trainer:
             progress = restore(checkpoint, self.params + self.states, self.optimizer, self.ranks)
             self.laid.after_step()
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
-            for line in compare_machines(saved_facts, self.facts):
+            for line in compare_machines(saved_facts, self.facts) if saved_facts else []:
                 self._say(line)
         if self.ranks.is_first:
             self.folder.rewind(progress.step)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
 from surefoot.config import FieldError
+from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
 
 
@@ -84,7 +85,7 @@ class Sigmoid(Router):
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).sigmoid()
-        experts_TK = self._eligible(scores_TE.detach() + self.bias_E).topk(self.top_k).indices
+        experts_TK = decided(lambda: self._eligible(scores_TE.detach() + self.bias_E).topk(self.top_k).indices)
         chosen_TK = scores_TE.gather(1, experts_TK)
         # The floor is DeepSeek-V3's: all sigmoids of a token may vanish.
         weights_TK = self.config.scale * chosen_TK / (chosen_TK.sum(1, keepdim=True) + 1e-20)
