@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
 
 
@@ -51,7 +52,7 @@ class ExpertChoice(Router):
             weights_TK, experts_TK = scores_TE.topk(self.top_k)
             return Routing(experts_TK, weights_TK, count(experts_TK.view(1, -1), self.num_experts)[0], nothing)
         num_taken = max(1, len(x_TD) * self.top_k // self.num_experts)
-        tokens_CE = scores_TE.detach().topk(num_taken, 0).indices
+        tokens_CE = decided(lambda: scores_TE.detach().topk(num_taken, 0).indices)
         is_taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, tokens_CE, True)
         numbers_E = torch.arange(self.num_experts, device=x_TD.device)
         experts_TE = torch.where(is_taken_TE, numbers_E, self.num_experts)

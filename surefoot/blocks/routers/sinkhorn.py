@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
 
 
@@ -51,7 +52,7 @@ class Sinkhorn(Router):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
         choose_TE = log_plan(logits_TE.detach(), self.config.iterations) if torch.is_grad_enabled() else logits_TE
-        experts_TK = choose_TE.topk(self.top_k).indices
+        experts_TK = decided(lambda: choose_TE.topk(self.top_k).indices)
         loads_E = count(experts_TK.view(1, -1), self.num_experts)[0]
         return Routing(experts_TK, logits_TE.gather(1, experts_TK).sigmoid(), loads_E, logits_TE.new_zeros(()))
 
