@@ -5,6 +5,8 @@ Legend: B batch, L length, D width, H heads, K key size, V value size.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -25,6 +27,11 @@ class KDAConfig(DeltaConfig):
         gt=0,
         description="positions at once, a power of two; memory grows with it, for a block holds block² key_size numbers a head",
     )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"": cls(num_heads=4, key_size=6, value_size=8, rank=5, block=8)}
 
     def build(self, *, width: int, output_scale: float) -> KDA:
         """The mixer itself."""

@@ -6,7 +6,7 @@ Legend: B batch, L length, D width, H heads, K head size.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -42,6 +42,14 @@ class RetentionConfig(MixerConfig):
     activation: Literal["silu", "none"] = Field(default="silu", description="of q, k and v")
     norm_eps: float = Field(default=1e-6, gt=0)
     block: int = Field(default=64, gt=0, description="positions at once; changes speed and rounding only")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "lightning": cls(num_heads=4, head_size=8, slope_scale=0.2, block=8),
+            "retention": cls(num_heads=4, head_size=8, decay="retention", activation="none", block=8),
+        }
 
     def build(self, *, width: int, output_scale: float) -> Retention:
         """The mixer itself."""

@@ -5,6 +5,8 @@ Legend: B batch, L length, D width, C channels, T taps.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -24,6 +26,11 @@ class ShortConvConfig(MixerConfig):
     )
     conv_size: int = Field(default=3, ge=2, description="positions that the convolution sees, its own included")
     conv_bias: bool = False
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"": cls(), "bias": cls(channels=24, conv_size=4, conv_bias=True)}
 
     def build(self, *, width: int, output_scale: float) -> ShortConv:
         """The mixer itself."""
