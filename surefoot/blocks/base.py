@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.config import Config
+from surefoot.ops.autograd import is_again
 from surefoot.ops.documents import Documents
 
 EXAMPLE_WIDTH, EXAMPLE_EXPERTS = 32, 8
@@ -199,13 +200,15 @@ class Routing(NamedTuple):
 
     `experts_TK` are their numbers, all different for a token; `weights_TK` what their outputs count, in at least fp32;
     `loads_E` how many tokens chose each expert; `auxiliary` the weighted auxiliary losses summed over the tokens, a scalar
-    (0 where no gradients are recorded).
+    (0 where no gradients are recorded). Where `is_partial`, some of `experts_TK` are the number of experts: no expert, in
+    no load and of weight 0; then K may be any number up to that of experts.
     """
 
     experts_TK: Tensor
     weights_TK: Tensor
     loads_E: Tensor
     auxiliary: Tensor
+    is_partial: bool = False
 
 
 def own_counts(counts: Tensor) -> Tensor:
@@ -216,10 +219,14 @@ def own_counts(counts: Tensor) -> Tensor:
 class Router(Block):
     """Chooses experts and never moves tokens; computes in at least fp32, and looks at no other token to choose.
 
+    One that does where it is trained, where gradients are recorded, says so in `looks_ahead`: its choices there may
+    depend on the future, and on what else lies in the batch. Nothing does without gradients.
+
     What it learns otherwise than by gradient is a state, moved by `balance` alone. `pool` turns counts of this
     process into counts of all processes that hold other parts of the same sequences; it may be swapped for a sum over them.
     """
 
+    looks_ahead: ClassVar[bool] = False
     loads_E: Tensor
     auxiliary: Tensor
 
@@ -243,7 +250,12 @@ class Router(Block):
         """Forward FLOPs a token."""
 
     def keep(self, routing: Routing, share: float) -> None:
-        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for."""
+        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for.
+
+        A pass that is run again for its backward was counted the first time.
+        """
+        if is_again():
+            return
         self._pending = (routing.auxiliary * share, routing) if torch.is_grad_enabled() else None
 
     def take(self) -> Tensor | None:
@@ -266,6 +278,9 @@ class RouterConfig(Config):
 
     def check_top_k(self, top_k: int) -> None:
         """Raise `FieldError` where the router cannot learn from choosing so many."""
+
+    def check_experts(self, num_experts: int, top_k: int) -> None:
+        """Raise `FieldError` where it cannot choose `top_k` of `num_experts`."""
 
     @abstractmethod
     def build(self, *, width: int, num_experts: int, top_k: int) -> Router:

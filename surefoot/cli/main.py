@@ -114,17 +114,27 @@ def train(
 
 @app.command()
 def verify(
-    recipe: Recipe,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="As for `train`; with --blocks, the one block to check."),
+    ] = None,
     plans: Annotated[
         list[str] | None,
         typer.Option("--plan", metavar="AXIS=SIZE,…", help="A layout, e.g. shard=2,tensor=2. Repeatable."),
     ] = None,
     check_all: Annotated[bool, typer.Option("--all", help="Every layout that the recipe allows.")] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="Instead of layouts: every contract of every block, as one table.")
+    ] = False,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes at most.")] = 8,
     sets: Sets = None,
     allow: Allow = None,
 ) -> None:
-    """Prove that layouts train the same model as one process, on this machine's CPU."""
+    """Prove that layouts train the same model as one process, or that blocks keep their contracts, on this machine's CPU."""
+    if blocks:
+        raise typer.Exit(_verb("contracts").run(recipe))
+    if recipe is None:
+        raise typer.BadParameter("give a recipe, or --blocks", param_hint="RECIPE")
     raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or []))
 
 

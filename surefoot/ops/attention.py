@@ -93,6 +93,8 @@ class _BlockedAttention(torch.autograd.Function):
     over blocks too; the products of probabilities, and those of gradients, are in the inputs' dtype.
     """
 
+    is_costly = True
+
     @staticmethod
     def forward(
         ctx: Any,

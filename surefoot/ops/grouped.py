@@ -18,6 +18,8 @@ from surefoot.ops.matmul import mm
 class _GroupedLinear(torch.autograd.Function):
     """Each group's y = x Wᵀ in x's dtype; as in `ops.linear`, weights may be wider and narrow copies do not outlive a call."""
 
+    is_costly = True
+
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
         ctx.save_for_backward(x_RI, counts_E, weight_EOI)

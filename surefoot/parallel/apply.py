@@ -1,5 +1,5 @@
 """The order of passes, in one place: swap attention and dispatch -> cut weights -> collectives around blocks -> take this
-rank's stages -> shard -> materialise -> initialise.
+rank's stages -> recompute -> shard -> materialise -> initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -22,6 +22,7 @@ from surefoot.parallel.copies import Copies
 from surefoot.parallel.cut import cut_weights
 from surefoot.parallel.pipeline import Feed, Pipeline, Stage
 from surefoot.parallel.plan import Plan
+from surefoot.parallel.recompute import Recomputation, recompute
 from surefoot.parallel.shard import DataParallel, Local
 
 MicroBatch = tuple[Tensor, Tensor, Tensor]
@@ -70,6 +71,7 @@ class Laid:
     data_parallel: DataParallel
     passes: Passes
     copies: Copies | None
+    recomputation: Recomputation | None = None
 
     @property
     def locals(self) -> list[Local]:
@@ -139,6 +141,7 @@ def lay_out(
     tensor.apply(model, mesh, layouts)
     stages = pipeline.stages_of(plan, model, mesh, bounds)
     modules: Sequence[Decoder | Stage] = stages or [model]
+    recomputation = recompute(plan.recompute, modules)
     for module in modules:
         shard.wrap(plan, module, mesh, device)
         materialise(module, device)
@@ -150,6 +153,7 @@ def lay_out(
             local.part.copy_(full[local.layout.box(mesh.grid, mesh.coordinates).slices])
     data_parallel.after_step()
     if not stages:
-        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None)
+        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation)
     passes = Pipeline(plan, stages, mesh, config.stream_width, device)
-    return Laid(model, mesh, data_parallel, passes, Copies(plan, mesh, data_parallel) if config.tied else None)
+    copies = Copies(plan, mesh, data_parallel) if config.tied else None
+    return Laid(model, mesh, data_parallel, passes, copies, recomputation)

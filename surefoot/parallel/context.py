@@ -322,6 +322,9 @@ class Ring(ContextAttention):
 class _RingFunction(torch.autograd.Function):
     """Forward keeps the merged log-sum-exp; backward goes round again, with the gradients of what goes round behind it."""
 
+    is_costly = True
+    communicates = True
+
     @staticmethod
     def forward(
         ctx: Any,

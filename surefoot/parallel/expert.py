@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from surefoot.blocks.base import Block, Dispatch, Routed, Routing
 from surefoot.config import ConfigError
@@ -82,7 +83,9 @@ class Exchange:
         dist.all_to_all_single(received_NH, sent_NH, group=self.group)
         sent = sizes_of(sent_NH.sum(1), x_RD.shape[0])
         received = sizes_of(received_NH.sum(1), x_RD.shape[0])
-        arrived_SD = exchange_rows(x_RD, sent, received, self.group)
+        # A token may be denied some of its choices. Rows of no expert lie last and go nowhere.
+        num_denied = x_RD.shape[0] - sum(sent)
+        arrived_SD = exchange_rows(x_RD[: sum(sent)], sent, received, self.group)
         # They lie rank by rank, and by expert within a rank.
         num_held = received_NH.shape[1]
         experts_S = torch.arange(num_held, device=x_RD.device).repeat(self.num_ranks)
@@ -93,7 +96,8 @@ class Exchange:
 
         def back(y_SD: Tensor) -> Tensor:
             by_rank_SD = copy_rows(y_SD, places_S, order_S[:, None])
-            return local_back(exchange_rows(by_rank_SD, received, sent, self.group))
+            returned_RD = exchange_rows(by_rank_SD, received, sent, self.group)
+            return local_back(F.pad(returned_RD, (0, 0, 0, num_denied)) if num_denied else returned_RD)
 
         return copy_rows(arrived_SD, order_S, places_S[:, None]), received_NH.sum(0), back
 

@@ -100,6 +100,13 @@ def indexes_of(plan: Plan, rank: int) -> list[int]:
     return list(range(rank, plan.num_stages, plan.pipeline))
 
 
+def rank_of(plan: Plan, index: int) -> int | None:
+    """The pipeline rank that holds a stage; None where there is no such stage."""
+    if not 0 <= index < plan.num_stages:
+        return None
+    return next(rank for rank in range(plan.pipeline) if index in indexes_of(plan, rank))
+
+
 def stages_of(plan: Plan, model: Decoder, mesh: Mesh, bounds: Sequence[int]) -> list[Stage]:
     """This rank's stages of a model on meta; none without a pipeline."""
     if plan.pipeline == 1:
@@ -184,7 +191,7 @@ class Pipeline:
         schedule = self._schedule(feeds, dtype)
         for stage in self.stages:
             stage.begin(feeds, num_tokens, dtype)
-        numbers = torch.arange(len(feeds))
+        numbers = torch.tensor(range(len(feeds)))  # from Python, so that a dry run knows them too
         first = (numbers,) if self.stages[0].is_first else ()
         schedule.step(
             *first, target=numbers if self.stages[-1].is_last else None, number_1=numbers, return_outputs=False
@@ -200,7 +207,7 @@ class Pipeline:
         for number in range(len(feeds)):
             x_BLS = torch.empty(0)
             for stage in self.stages:
-                source, target = self._rank_of(stage.index - 1), self._rank_of(stage.index + 1)
+                source, target = (rank_of(self._plan, stage.index + way) for way in (-1, 1))
                 if source not in (None, self._mesh.index("pipeline")):
                     x_BLS = torch.empty(self._shape(feeds[number]), dtype=dtype, device=self.device)
                     dist.recv(x_BLS, group=self._group, group_src=source)
@@ -212,11 +219,6 @@ class Pipeline:
             if work is not None:
                 work.wait()
         return self.stages[-1].sums[0]
-
-    def _rank_of(self, index: int) -> int | None:
-        if not 0 <= index < self._plan.num_stages:
-            return None
-        return next(rank for rank in range(self._plan.pipeline) if index in indexes_of(self._plan, rank))
 
     def _shape(self, feed: Feed) -> tuple[int, int, int]:
         """Of what passes between stages: tensor parallelism cuts the sequence there."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from surefoot.config import Config, FieldError
 from surefoot.dist.mesh import AXES, Grid
 from surefoot.parallel.context import Kind
+from surefoot.parallel.recompute import RecomputeConfig
 from surefoot.parallel.schedules import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule, takes
 
 
@@ -57,6 +58,9 @@ class Plan(Config):
     stages_per_rank: int | None = Field(
         default=None, ge=1, description="runs of layers a pipeline rank holds; 1 in gpipe and 1f1b, 2 in the others"
     )
+    recompute: RecomputeConfig = Field(
+        default=RecomputeConfig(), description="which activations are made again in backward instead of being kept"
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -71,6 +75,12 @@ class Plan(Config):
             )
         if self.stages_per_rank is not None:
             self._refuse_stages(self.stages_per_rank)
+        if self.recompute.mode == "budget" and self.pipeline > 1:
+            raise FieldError(
+                "recompute.mode",
+                "budget",
+                "is not possible with pipeline above 1, whose micro-batches in flight differ by stage; use selective",
+            )
         return self
 
     def _refuse_stages(self, count: int) -> None:
@@ -151,6 +161,8 @@ class Plan(Config):
             parts.append(f"ZeRO-{self.zero}" + (f" (reshard {self.reshard})" if self.reshard else ""))
             if self.zero == 3 and not self.keeps_weights_cut:
                 parts[-1] += f" with weights whole during a step, as {self.schedule} needs"
+        if self.recompute.mode != "none":
+            parts.append(self.recompute.describe())
         said = ", ".join(parts) or "one process"
         if self.context == 1 and self.context_kind != "gather":
             said += f" (context_kind {self.context_kind} has no effect with context 1)"

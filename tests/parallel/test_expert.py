@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 
 from surefoot.blocks.base import Router, Routing
 from surefoot.blocks.ffn.moe import Local, MoEConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
-from surefoot.config import ConfigError
+from surefoot.checkpoint.load import read_tensors
+from surefoot.config import ConfigError, override
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
 from surefoot.parallel.apply import check, lay_out
 from surefoot.parallel.expert import Exchange
 from surefoot.parallel.plan import Plan
-from tests.parallel.parity import LENGTH, assert_same_as_one_process, decoder
+from surefoot.train.run import Run
+from tests.parallel import parity
+from tests.parallel.parity import BATCH, LENGTH, assert_same_as_one_process, decoder
 from tests.parallel.test_routed import biases, routed
+from tests.train.test_ranks import assert_same_run, fit, newest, save_again
 
 PLANS = [
     Plan(expert=2),
@@ -54,6 +62,32 @@ def test_ranks_whose_experts_have_no_tokens(pool: Pool, plan: Plan) -> None:
     assert_same_as_one_process(pool, plan, one_expert_wanted_by_all())
 
 
+def mostly_padding(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Only the first two rows have targets: most ranks have nothing to learn from, and route their tokens all the same."""
+    tokens_BL, targets_BL, ids_BL = parity_batch(vocab_size)
+    targets_BL[2:] = -100
+    return tokens_BL, targets_BL, ids_BL
+
+
+parity_batch = parity.ragged_batch
+
+
+def padded_share(plan: Plan, config: DecoderConfig) -> parity.Share | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "ragged_batch", mostly_padding)
+        return parity.share(plan, config, 1)
+
+
+@pytest.mark.parametrize("plan", [Plan(expert=2, shard=4, zero=1), Plan(expert=2, shard=2, zero=3)], ids=Plan.describe)
+def test_a_rank_of_padding_takes_part(pool: Pool, plan: Plan) -> None:
+    assert BATCH // plan.num_data_ranks <= 2
+    config = routed(SigmoidConfig(balance_loss=0.3))
+    expected, _ = parity.whole([padded_share(Plan(), config)])
+    found, _ = parity.whole(pool.run(padded_share, plan, config))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-14, msg=name)
+
+
 def test_biases_follow_the_loads_of_all_ranks(pool: Pool) -> None:
     expected = biases(Plan(), 8)
     assert expected is not None
@@ -76,16 +110,27 @@ def moved(loads: list[list[int]]) -> tuple[list[int], bool] | None:
     experts_TK = torch.tensor(chosen, dtype=torch.int64).view(-1, 1)
     num_tokens = len(experts_TK)
     x_TD = (torch.arange(num_tokens).double() + 100 * mesh.rank)[:, None].requires_grad_()
-    counts = torch.bincount(experts_TK.flatten(), minlength=4)
-    routing = Routing(experts_TK, torch.full((num_tokens, 1), 2.0).double(), counts, torch.zeros(()))
+    counts = torch.bincount(experts_TK.flatten(), minlength=4)[:4]
+    weights_TK = torch.where(experts_TK < 4, 2.0, 0.0).double()
+    routing = Routing(experts_TK, weights_TK, counts, torch.zeros(()))
     rows, held, back = Exchange(Local(), group).send(x_TD, routing)
     y_TD = back(rows * 3)
     y_TD.sum().backward()
-    is_right = torch.equal(y_TD, 6 * x_TD) and torch.equal(x_TD.grad, torch.full_like(x_TD, 6.0))  # type: ignore[arg-type]
+    is_right = torch.equal(y_TD, 3 * weights_TK * x_TD) and torch.equal(x_TD.grad, 3 * weights_TK)  # type: ignore[arg-type]
     return [*held.tolist(), *rows.flatten().int().tolist()], is_right
 
 
-@pytest.mark.parametrize("loads", [[[2, 0, 1, 0], [0, 1, 1, 1]], [[0, 0, 0, 0], [3, 0, 0, 0]], [[0] * 4, [0] * 4]])
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [[2, 0, 1, 0], [0, 1, 1, 1]],
+        [[0, 0, 0, 0], [3, 0, 0, 0]],
+        [[0] * 4, [0] * 4],
+        # The fifth number counts choices that a router took back.
+        [[2, 0, 1, 0, 2], [0, 1, 1, 1, 0]],
+        [[0, 0, 0, 0, 3], [1, 0, 0, 0, 1]],
+    ],
+)
 def test_rows_arrive_by_expert_and_come_back(pool: Pool, loads: list[list[int]]) -> None:
     found = pool.run(moved, loads)[:2]
     starts = [[sum(row[:expert]) for expert in range(4)] for row in loads]
@@ -133,3 +178,47 @@ def test_each_rank_keeps_its_share_and_no_more(pool: Pool) -> None:
 def test_what_cannot_be_shared_is_refused(plan: Plan, config: DecoderConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(plan, config, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Callable[..., Run]) -> Run:
+    """Eight steps with Muon and biases that move, copies compared after each."""
+    base = override(tiny(), ["precision.compute=fp64", "model.mixer.num_kv_heads=2", "observe.fingerprint_every=1"])
+    ffn = MoEConfig(num_experts=4, top_k=2, hidden=12, router=SigmoidConfig(bias_rate=0.01))
+    return base.model_copy(update={"model": base.model.model_copy(update={"ffn": ffn})})
+
+
+@pytest.fixture(scope="module")
+def straight(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("straight") / "run"
+    fit(run, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Plan(expert=2, shard=2), Plan()),
+        (Plan(), Plan(expert=4)),
+        (Plan(expert=2, shard=2, zero=1, tensor=2), Plan(expert=4, context=2)),
+        (Plan(pipeline=2, shard=2), Plan(expert=2, replicate=2)),
+        (Plan(pipeline=2, expert=2), Plan(shard=4)),
+    ],
+    ids=Plan.describe,
+)
+def test_a_checkpoint_crosses_layouts_of_experts(
+    pool: Pool, run: Run, straight: Path, tmp_path: Path, first: Plan, second: Plan
+) -> None:
+    """Saved after five steps under one plan, it is the same bits under another, and the end is that of one process."""
+    path, reopened = tmp_path / "run", tmp_path / "reopened"
+    stopped = pool.run(fit, run.model_copy(update={"plan": first}), path, 5)
+    assert [end for end in stopped if end is not None] == [False] * first.num_ranks
+    saved = read_tensors(newest(path))
+    assert any(name.endswith("bias_E") for name in saved)
+    over = run.model_copy(update={"plan": second})
+    pool.run(save_again, over, path, reopened)
+    again = read_tensors(newest(reopened))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[name], again[name]) for name in saved if not name.startswith("random/"))
+    pool.run(fit, over, path)
+    assert_same_run(path, straight)

@@ -49,21 +49,39 @@ PLANS: list[dict[str, Any]] = [
     {"replicate": 2, "shard": 2, "zero": 2, "tensor": 2},
 ]
 
+PIPELINES: list[dict[str, Any]] = [
+    {"pipeline": 2, "schedule": "gpipe"},
+    {"pipeline": 4, "schedule": "1f1b"},
+    {"pipeline": 4, "schedule": "interleaved"},
+    {"pipeline": 2, "schedule": "zbv", "tensor": 2},
+    {"pipeline": 2, "schedule": "gpipe", "shard": 2, "zero": 3, "tensor": 2},
+    {"pipeline": 2, "schedule": "1f1b", "shard": 2, "zero": 3, "context": 2, "context_kind": "ring"},
+    {"pipeline": 2, "schedule": "interleaved", "replicate": 2, "shard": 2, "zero": 3},
+    {"pipeline": 2, "schedule": "1f1b", "shard": 4, "zero": 2},
+    {"pipeline": 2, "schedule": "zero-bubble", "shard": 2, "zero": 3},
+    {"pipeline": 2, "schedule": "dualpipev", "shard": 2, "zero": 1, "tensor": 2},
+]
+
 
 def name(plan: dict[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in plan.items())
 
 
+def ranks_of(plan: dict[str, Any]) -> int:
+    """Ranks among which a batch is shared."""
+    ranks: int = plan.get("replicate", 1) * plan.get("shard", 1)
+    return ranks
+
+
 def over(tiny: Tiny, plan: dict[str, Any], *more: str, optimizer: str = "muon") -> Run:
     """Two micro-batches a rank, four heads of each kind, and sizes that eight ranks do not divide."""
-    ranks = plan.get("replicate", 1) * plan.get("shard", 1)
     run = tiny(
         "model.vocab_size=261",
         "model.width=24",
         "model.mixer.num_heads=4",
         "model.mixer.num_kv_heads=4",
         "model.ffn.hidden=28",
-        "train.batch=8" if ranks <= 4 else "train.batch=16",
+        "train.batch=8" if ranks_of(plan) <= 4 else "train.batch=16",
         "train.micro_batch=1",
     )
     run = override(run, [*(f"plan.{key}={value}" for key, value in plan.items()), *more])
@@ -81,10 +99,10 @@ def issued(run: Run) -> tuple[Holdings, dict[Flow, Amount]] | None:
     optimizer = run.optim.build(params)
     work = workload(run)
     batch = [
-        tensor[:1].repeat(work.num_micro_batches, 1)
+        tensor[:1].repeat(work.num_micro_batches * work.micro_batch, 1)
         for tensor in ragged_batch(run.model.vocab_size, work.sequence_length)
     ]
-    micro_batches: Any = list(zip(*(tensor.split(1) for tensor in batch), strict=True))
+    micro_batches: Any = list(zip(*(tensor.split(work.micro_batch) for tensor in batch), strict=True))
     counter = Counter()
     with Counting(counter):
         losses = laid.accumulate(micro_batches, 100, run.precision.compute_dtype)
@@ -103,7 +121,21 @@ def assert_equal(counted: dict[Flow, Amount], expected: dict[Flow, float]) -> No
 
 @pytest.mark.parametrize("plan", PLANS, ids=name)
 def test_real_ranks_send_what_the_formulas_and_the_dry_run_say(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
-    run = over(tiny, plan)
+    assert_known(over(tiny, plan), pool)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("plan", PIPELINES, ids=name)
+def test_so_do_the_ranks_of_a_pipeline(tiny: Tiny, pool: Pool, plan: dict[str, Any], tied: str) -> None:
+    """Nine layers, which no number of stages divides, and as many micro-batches as every schedule takes."""
+    run = over(
+        tiny, plan, "model.depth=9", f"model.tied={tied}", "train.batch=32", f"train.micro_batch={4 // ranks_of(plan)}"
+    )
+    assert_known(run, pool)
+
+
+def assert_known(run: Run, pool: Pool) -> None:
+    """Every rank holds and sends what its dry run and the formulas say."""
     for rank, found in enumerate(pool.run(issued, run)):
         if found is None:
             continue

@@ -1,13 +1,13 @@
 """Mixture of experts: a SwiGLU network in parts, of which each token meets a few. No token is dropped.
 
 Legend: B batch, L length, T = B·L tokens, D width, F hidden width of an expert, E experts, K experts a token,
-R = T·K rows.
+N = T·K choices, R rows: as many, less the choices of no expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -38,6 +38,9 @@ class MoEConfig(FeedForwardConfig):
     top_k: int = Field(gt=0, description="experts a token")
     hidden: int = Field(gt=0, description="width between the projections of an expert")
     shared_hidden: int = Field(default=0, ge=0, description="that of the shared experts together; 0: there are none")
+    shared_weight: Literal["one", "sigmoid"] = Field(
+        default="one", description="what the shared network counts: 1, or a learned share a token (Qwen2-MoE, 2024)"
+    )
     router: RouterConfig = TopKConfig()
 
     @model_validator(mode="after")
@@ -45,6 +48,9 @@ class MoEConfig(FeedForwardConfig):
         if self.top_k > self.num_experts:
             raise FieldError("top_k", self.top_k, f"must be at most num_experts {self.num_experts}")
         self.router.check_top_k(self.top_k)
+        self.router.check_experts(self.num_experts, self.top_k)
+        if self.shared_weight != "one" and not self.shared_hidden:
+            raise FieldError("shared_weight", self.shared_weight, "needs shared experts; set shared_hidden")
         return self
 
     @classmethod
@@ -53,6 +59,9 @@ class MoEConfig(FeedForwardConfig):
         return {
             "fine-grained": cls(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12),
             "shared expert": cls(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, shared_hidden=16),
+            "weighted shared expert": cls(
+                num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, shared_hidden=16, shared_weight="sigmoid"
+            ),
         }
 
     def build(self, *, width: int, output_scale: float) -> MoE:
@@ -66,11 +75,13 @@ class Local:
     def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """See `Dispatch.send`."""
         top_k = routing.experts_TK.shape[1]
-        order_R = routing.experts_TK.flatten().argsort(stable=True)
-        rows_R = torch.empty_like(order_R)
-        rows_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        rows_TK = rows_R.view(-1, top_k)
-        x_RD = copy_rows(x_TD, order_R // top_k, rows_TK)
+        order_N = routing.experts_TK.flatten().argsort(stable=True)
+        rows_N = torch.empty_like(order_N)
+        rows_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        # Choices of no expert sort last: they make no row.
+        num_rows = int(routing.loads_E.sum()) if routing.is_partial and not order_N.is_meta else len(order_N)
+        rows_TK = rows_N.clamp(max=num_rows).view(-1, top_k)
+        x_RD = copy_rows(x_TD, order_N[:num_rows] // top_k, rows_TK)
         return x_RD, routing.loads_E, lambda y_RD: sum_rows(y_RD, rows_TK, routing.weights_TK)
 
 
@@ -119,6 +130,8 @@ class MoE(Routed):
             self.shared_down = self.add_weight(
                 "shared_down", shared[::-1], ("embed", "ffn"), Initial(std=output_scale * config.shared_hidden**-0.5)
             )
+        if config.shared_weight == "sigmoid":
+            self.shared_share = self.add_weight("shared_share", (1, width), ("routes", "embed"), fan_in)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D); the router keeps its auxiliary losses until they are taken."""
@@ -132,7 +145,10 @@ class MoE(Routed):
         if not self.config.shared_hidden:
             return y_BLD
         shared_BLF = swiglu(linear(x_BLD, self.shared_gate), linear(x_BLD, self.shared_up))
-        return y_BLD + linear(shared_BLF, self.shared_down)
+        shared_BLD = linear(shared_BLF, self.shared_down)
+        if self.config.shared_weight == "sigmoid":
+            shared_BLD = shared_BLD * linear(x_BLD, self.shared_share).sigmoid()
+        return y_BLD + shared_BLD
 
     def flops(self) -> float:
         """Forward FLOPs a token: the router, and the experts that it meets."""

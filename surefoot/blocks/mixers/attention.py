@@ -41,6 +41,7 @@ class AttentionConfig(MixerConfig):
         description="RMS norm of queries and keys, each head by itself (Henry et al., 2020) or all together (OLMo 2)",
     )
     norm_eps: float = Field(default=1e-6, gt=0)
+    norm_offset: Literal[0, 1] = Field(default=0, description="as a decoder's, of the norms of each head")
     scale: float | None = Field(default=None, gt=0, description="of products; 1 / sqrt(head_size) where not given")
     softcap: float | None = Field(
         default=None, gt=0, description="scores become softcap tanh(score / softcap) (Gemma 2, 2024)"
@@ -74,6 +75,8 @@ class AttentionConfig(MixerConfig):
     def _all_is_in_effect(self) -> Self:
         if self.keep_first and self.window is None:
             raise FieldError("keep_first", self.keep_first, "has no effect without window; give both or neither")
+        if self.norm_offset and self.qk_norm != "head":
+            raise FieldError("norm_offset", self.norm_offset, "is of qk_norm=head alone; leave it out")
         if self.rope == "none" and (self.rope_scaling is not None or self.rope_share != 1):
             raise FieldError("rope", "none", "leaves rope_scaling and rope_share without effect; leave them out")
         return self
@@ -166,7 +169,9 @@ class Attention(Mixer):
     def _norm(self, num_heads: int, axis: str) -> RMSNorm | HeadsNorm | None:
         if self.config.qk_norm == "width":
             return HeadsNorm(num_heads, self.head_size, self.config.norm_eps, axis)
-        return RMSNorm(self.head_size, self.config.norm_eps, "head") if self.config.qk_norm == "head" else None
+        if self.config.qk_norm == "none":
+            return None
+        return RMSNorm(self.head_size, self.config.norm_eps, "head", offset=self.config.norm_offset)
 
     def forward(
         self,

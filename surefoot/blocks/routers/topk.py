@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
 from surefoot.config import FieldError
+from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
 
 
@@ -64,7 +65,8 @@ class TopK(Router):
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
-        top_TK, experts_TK = logits_TE.topk(self.top_k)
+        experts_TK = decided(lambda: logits_TE.detach().topk(self.top_k).indices)
+        top_TK = logits_TE.gather(1, experts_TK)
         log_total_T1 = logits_TE.logsumexp(1, keepdim=True)
         chosen = self.config.softmax_over == "chosen"
         weights_TK = top_TK.softmax(1) if chosen else (top_TK - log_total_T1).exp()

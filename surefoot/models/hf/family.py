@@ -17,8 +17,8 @@ from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.settings import Json, Settings
 from surefoot.models.hf.weights import Tie
 
-# What a decoder says of its training, of which a published model says nothing.
-_OF_TRAINING = {"z_loss", "residual_init", "balance_loss", "scope", "bias_rate"}
+# What a decoder says of its training and its speed, of which a published model says nothing.
+_NO_FUNCTION = {"z_loss", "residual_init", "balance_loss", "scope", "bias_rate", "dt_min", "dt_max", "block"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Family:
     read: Callable[[Settings], DecoderConfig]
     write: Callable[[DecoderConfig], Json]
     ties: Callable[[DecoderConfig], list[Tie]]
+    is_general: bool = False
+    """Whether its options express models of other families, too, which are then to be preferred."""
 
     def decoder(self, values: Mapping[str, Any], where: str) -> DecoderConfig:
         """The decoder that a config.json describes; `ConfigError` for anything in it that surefoot cannot express."""
@@ -88,9 +90,9 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
 
 
 def settings_for(config: DecoderConfig) -> tuple[Family, Json]:
-    """The first family by name that expresses a decoder, and its config.json; else `ConfigError` says why each does not."""
+    """The plainest family that expresses a decoder, and its config.json; else `ConfigError` says why each does not."""
     reasons = []
-    for family in sorted(families().values(), key=lambda family: family.name):
+    for family in sorted(families().values(), key=lambda family: (family.is_general, family.name)):
         try:
             return family, family.settings_of(config)
         except ConfigError as error:
@@ -105,7 +107,7 @@ def function_of(config: DecoderConfig) -> dict[str, object]:
     def walk(value: object, path: str) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
-                if key not in _OF_TRAINING:
+                if key not in _NO_FUNCTION:
                     walk(item, f"{path}.{key}" if path else str(key))
         else:
             leaves[path] = value

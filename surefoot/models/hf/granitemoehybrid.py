@@ -46,6 +46,7 @@ def read_mamba(settings: Settings, width: int) -> Mamba2Config:
         conv_bias=settings.flag("mamba_conv_bias", True),
         norm_groups=num_groups,
         norm_eps=settings.number("rms_norm_eps"),
+        block=settings.whole("mamba_chunk_size", 256),
         dt_limit=settings.limits("time_step_limit"),
     )
 
@@ -73,16 +74,13 @@ def mamba_ties(theirs: str, ours: str, mixer: Mamba2Config) -> list[Tie]:
 def _read(settings: Settings) -> DecoderConfig:
     stem = read_stem(settings)
     settings.expect(hidden_act="silu", attention_bias=False)
-    settings.without_effect("mamba_chunk_size")  # changes speed and rounding only
     width, depth = stem["width"], stem["depth"]
     embedding = settings.word("position_embedding_type")
     if embedding not in (None, "rope"):
         raise settings.refuse("position_embedding_type", "must be null or rope; surefoot has no other here")
     attention = read_attention(settings, qk_norm="none", scale=settings.number("attention_multiplier", 1.0))
     if embedding is None:
-        attention = AttentionConfig(
-            **dict(attention) | {"rope": "none", "rope_scaling": None, "rope_theta": 10_000.0}
-        )
+        attention = AttentionConfig(**dict(attention) | {"rope": "none", "rope_scaling": None, "rope_theta": 10_000.0})
     settings.without_effect("rope_theta", "rope_parameters", "rope_scaling")
     default = [_STATE[0]] * depth
     kinds = settings.words("layer_types", depth, _STATE + _ATTENTION) or default
@@ -104,9 +102,7 @@ def _read_network(settings: Settings) -> FeedForwardConfig:
     if num_experts == 0:
         return SwiGLUConfig(hidden=shared)
     router = TopKConfig(balance_loss=0.0, z_loss=0.0)
-    return MoEConfig(
-        num_experts=int(num_experts), top_k=int(top_k), hidden=hidden, shared_hidden=shared, router=router
-    )
+    return MoEConfig(num_experts=int(num_experts), top_k=int(top_k), hidden=hidden, shared_hidden=shared, router=router)
 
 
 def _write(config: DecoderConfig) -> Json:
@@ -138,10 +134,10 @@ def _write(config: DecoderConfig) -> Json:
             "mamba_d_head": mamba.head_size,
             "mamba_d_conv": mamba.conv_size,
             "mamba_expand": mamba.num_heads * mamba.head_size // config.width,
-            "mamba_chunk_size": 256,
+            "mamba_chunk_size": mamba.block,
             "mamba_conv_bias": mamba.conv_bias,
             "mamba_proj_bias": False,
-            "time_step_limit": None if mamba.dt_limit is None else list(mamba.dt_limit),
+            "time_step_limit": list(mamba.dt_limit or (0.0, {"__float__": "Infinity"})),
         }
     if isinstance(config.ffn, SwiGLUConfig):
         return values | {"num_local_experts": 0, "shared_intermediate_size": config.ffn.hidden}
@@ -191,4 +187,4 @@ def _ties(config: DecoderConfig) -> list[Tie]:
     return ties
 
 
-FAMILIES = (Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _ties),)
+FAMILIES = (Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _ties, is_general=True),)

@@ -40,8 +40,10 @@ def write_stem(config: DecoderConfig) -> Json:
     }
 
 
-def read_attention(settings: Settings, *, head_size: int | None = None, **fields: Any) -> AttentionConfig:
-    """Grouped attention with positions; `head_size` where the file may leave it out for another than the width's share."""
+def read_attention(
+    settings: Settings, *, head_size: int | None = None, rope_share: float | None = None, **fields: Any
+) -> AttentionConfig:
+    """Grouped attention with positions. `head_size` and `rope_share` hold where a file is silent."""
     settings.expect(attention_dropout=(0.0, 0))
     num_heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
     return AttentionConfig(
@@ -49,7 +51,7 @@ def read_attention(settings: Settings, *, head_size: int | None = None, **fields
         num_kv_heads=settings.whole("num_key_value_heads", num_heads),
         head_size=settings.whole("head_dim", head_size or width // num_heads),
         norm_eps=settings.number("rms_norm_eps"),
-        **(read_rope(settings) | fields),
+        **(read_rope(settings, rope_share) | fields),
     )
 
 

@@ -10,11 +10,14 @@ from surefoot.blocks.rope import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 from surefoot.config import ConfigError
 from surefoot.models.hf.settings import Json, Settings
 
-_THETA = 10_000.0
+_THETA, _SHARE = 10_000.0, "partial_rotary_factor"
 
 
-def read_rope(settings: Settings) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` as fields of `AttentionConfig`."""
+def read_rope(settings: Settings, share: float | None = None) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` as fields of `AttentionConfig`.
+
+    Also `rope_share` where a family knows one, which is `share` where the file says nothing.
+    """
     new, old = settings.part("rope_parameters"), settings.part("rope_scaling")
     theta = settings.number("rope_theta", (new or {}).get("rope_theta") or _THETA)
     values = dict(new or old or {})
@@ -25,8 +28,11 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     inner = Settings(values, f"{settings.where}: rope_parameters")
     inner.without_effect("rope_theta", "rope_type", "type")
     scaling = _scaling(_kind(values), inner, settings)
+    turning = {}
+    if share is not None:
+        turning["rope_share"] = inner.number(_SHARE, settings.number(_SHARE, share))
     inner.finish()
-    return {"rope_theta": inner.number("rope_theta"), "rope_scaling": scaling}
+    return {"rope_theta": inner.number("rope_theta"), "rope_scaling": scaling, **turning}
 
 
 def _kind(values: Json) -> object:
@@ -92,8 +98,10 @@ def write_rope(mixer: AttentionConfig) -> Json:
         } | ({} if scaling.amplitude is None else {"attention_factor": scaling.amplitude})
     elif scaling is not None:
         raise ConfigError("model.mixer.rope_scaling", type(scaling).__name__, "has no name in transformers")
+    share = {} if mixer.rope_share == 1 else {_SHARE: mixer.rope_share}
     return {
         "rope_theta": mixer.rope_theta,
         "rope_scaling": values or None,
-        "rope_parameters": {"rope_type": "default", **values, "rope_theta": mixer.rope_theta},
+        "rope_parameters": {"rope_type": "default", **values, **share, "rope_theta": mixer.rope_theta},
+        **share,
     }

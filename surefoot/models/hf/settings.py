@@ -100,7 +100,8 @@ class Settings:
             return None
         if not isinstance(value, list) or len(value) != 2:
             raise self.refuse(key, "must be a list of two numbers; repair the file")
-        low, high = (float(item["__float__"]) if isinstance(item, dict) and "__float__" in item else item for item in value)
+        infinite = {"__float__": "Infinity"}
+        low, high = (float("inf") if item == infinite else item for item in value)
         if not all(type(item) in (int, float) for item in (low, high)) or not 0 <= low < high:
             raise self.refuse(key, "must be a list of two numbers from 0, in order; repair the file")
         if high == float("inf"):

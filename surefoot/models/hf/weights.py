@@ -52,3 +52,15 @@ def convolution(theirs: str, ours: Sequence[str], sizes: Sequence[int]) -> Tie:
         lambda whole: [part.contiguous() for part in whole[0].squeeze(1).split(list(sizes))],
         lambda parts: [torch.cat(list(parts)).unsqueeze(1)],
     )
+
+
+def grouped(theirs: str, ours: Sequence[str], num_groups: int, sizes: Sequence[int]) -> Tie:
+    """One tensor whose rows are groups, each with so many rows of every one of several tensors."""
+
+    def to_ours(whole: Sequence[Tensor]) -> list[Tensor]:
+        return [part.flatten(0, 1) for part in whole[0].unflatten(0, (num_groups, -1)).split(list(sizes), 1)]
+
+    def to_theirs(parts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat([part.unflatten(0, (num_groups, -1)) for part in parts], 1).flatten(0, 1)]
+
+    return Tie((theirs,), tuple(ours), to_ours, to_theirs)
