@@ -28,6 +28,15 @@ class GatedDeltaNetConfig(DeltaConfig):
         description="signed: beta goes up to 2, so that a position may turn what it finds round (Grazzi et al., 2024)",
     )
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "": cls(num_heads=4, key_size=6, value_size=8, block=8),
+            "groups": cls(num_heads=4, num_key_heads=2, key_size=6, value_size=8, block=8),
+            "signed": cls(num_heads=4, key_size=6, value_size=8, eigenvalues="signed", block=8),
+        }
+
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.num_key_heads is not None and self.num_heads % self.num_key_heads:

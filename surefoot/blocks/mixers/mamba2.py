@@ -41,6 +41,17 @@ class Mamba2Config(MixerConfig):
     dt_max: float = Field(default=1e-1, gt=0)
     dt_limit: tuple[float, float] | None = Field(default=None, description="dt is kept within these; null: anywhere")
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "": cls(num_heads=4, head_size=8, state_size=6, block=8),
+            "groups": cls(
+                num_heads=4, head_size=8, state_size=6, num_groups=2, norm_groups=2, conv_bias=False, block=8
+            ),
+            "limit": cls(num_heads=4, head_size=8, state_size=6, dt_limit=(0.01, 0.5), block=8),
+        }
+
     @model_validator(mode="after")
     def _groups_divide(self) -> Self:
         for name in ("num_groups", "norm_groups"):

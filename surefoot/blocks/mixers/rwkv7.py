@@ -45,6 +45,19 @@ class RWKV7Config(MixerConfig):
         description="positions at once, a power of two; memory grows with it, for a block holds block² head_size numbers a head",
     )
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "own": cls(num_heads=4, head_size=8, rank=5, gate_rank=6, block=8),
+            "mixed": cls(num_heads=4, head_size=8, rank=5, gate_rank=6, values="mixed", block=8),
+        }
+
+    @property
+    def example_writer(self) -> MixerConfig | None:
+        """See `MixerConfig.example_writer`."""
+        return self.model_copy(update={"values": "own"}) if self.values == "mixed" else None
+
     @model_validator(mode="after")
     def _block_fits(self) -> Self:
         check_block(self.block)
