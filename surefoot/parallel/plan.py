@@ -77,8 +77,9 @@ class Plan(Config):
             self._refuse_stages(self.stages_per_rank)
         if self.recompute.mode == "budget" and self.pipeline > 1:
             raise FieldError(
-                "recompute.mode", "budget", "is not possible with pipeline above 1, whose micro-batches in flight differ "
-                "by stage; use selective"
+                "recompute.mode",
+                "budget",
+                "is not possible with pipeline above 1, whose micro-batches in flight differ by stage; use selective",
             )
         return self
 

@@ -182,7 +182,9 @@ class _Measured(Laid):
         measuring = _Measuring(feeds, self)
         with torch.autograd.graph.saved_tensors_hooks(measuring.keep, lambda tensor: tensor):
             found = super().accumulate_feeds(measuring, num_tokens, dtype)
-        self.activation_bytes = measuring.kept_bytes
+        # What recomputed layers keep, autograd does not.
+        again = 0 if self.recomputation is None else self.recomputation.kept_bytes
+        self.activation_bytes = measuring.kept_bytes + again
         return found
 
 
