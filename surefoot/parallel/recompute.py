@@ -33,7 +33,8 @@ class RecomputeConfig(Config):
 
     mode: Literal["none", "full", "selective", "budget"] = Field(
         default="none",
-        description="full keeps a layer's input alone; selective also results of products and attention (a GPU's fused attention is run again); budget what fits",
+        description="full keeps a layer's input alone; selective also results of products and attention (a GPU's fused "
+        "attention is run again); budget what fits",
     )
     every: int = Field(default=1, ge=1, description="full, selective: recompute each k-th layer, the first one first")
     budget: str | None = Field(

@@ -83,7 +83,8 @@ def test_no_bit_of_a_gradient_changes(
     config: DecoderConfig, mode: RecomputeConfig, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     expected, found = gradients(Plan(), config, *dtypes), gradients(Plan(recompute=mode), config, *dtypes)
-    assert expected is not None and found is not None
+    assert expected is not None
+    assert found is not None
     for name, gradient in expected[0].items():
         assert torch.equal(found[0][name], gradient), name
     assert found[1] == expected[1]
@@ -181,7 +182,8 @@ def test_a_budget_is_used_and_kept(config: DecoderConfig, share: float) -> None:
     assert whole is not None
     wanted = int(share * alive_after(whole)) // 1000
     laid = laid_out(Plan(recompute=RecomputeConfig(mode="budget", budget=f"{wanted}KB")), config)
-    assert laid is not None and isinstance(laid.recomputation, Budget)
+    assert laid is not None
+    assert isinstance(laid.recomputation, Budget)
     alive_after(laid)
     assert alive_after(laid) == pytest.approx(1000 * wanted, rel=0.1)
     assert laid.recomputation.predicted_bytes == pytest.approx(laid.recomputation.kept_bytes, rel=0.01)
@@ -220,7 +222,8 @@ def test_choices_are_repeated_where_another_run_would_choose_otherwise() -> None
         found.append(({local.name: local.part.grad for local in laid.locals}, routing.drain(laid.model)))
         assert Tied.num_asked == (4 if mode == "none" else 8)
     for name, gradient in found[0][0].items():
-        assert gradient is not None and torch.equal(gradient, found[1][0][name]), name
+        assert gradient is not None
+        assert torch.equal(gradient, found[1][0][name]), name
     assert found[0][1] == found[1][1]
 
 
