@@ -170,7 +170,7 @@ def _named(tensor: Tensor | None, arguments: list[Any]) -> Tensor | int | None:
 
 def _recording(function: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> tuple[Any, _Made]:
     heard: list[_Made] = []
-    result: Any = _listening(function).apply(*arguments, heard)  # type: ignore[no-untyped-call]
+    result: Any = _listening(function).apply(*arguments, heard)
     return result, heard[0]
 
 
