@@ -249,7 +249,7 @@ class Router(Block):
         self.pool: Callable[[Tensor], Tensor] = own_counts
         self.register_buffer("loads_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("auxiliary", torch.zeros(()), persistent=False)
-        self._pending: tuple[Tensor, Routing] | None = None
+        self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @abstractmethod
     def forward(self, x_TD: Tensor, length: int) -> Routing:
@@ -269,15 +269,16 @@ class Router(Block):
         """
         if is_again():
             return
-        self._pending = (routing.auxiliary * share, routing) if torch.is_grad_enabled() else None
+        found = routing.auxiliary
+        self._pending = (found * share, found.detach(), routing.loads_E) if torch.is_grad_enabled() else None
 
     def take(self) -> Tensor | None:
         """The auxiliary losses of the last forward pass, once; counts its choices too. None where nothing is held."""
         if self._pending is None:
             return None
-        (auxiliary, routing), self._pending = self._pending, None
-        self.loads_E += routing.loads_E
-        self.auxiliary += routing.auxiliary.detach()
+        (auxiliary, whole, loads_E), self._pending = self._pending, None
+        self.loads_E += loads_E
+        self.auxiliary += whole
         return auxiliary
 
 

@@ -71,7 +71,7 @@ class Laid:
     data_parallel: DataParallel
     passes: Passes
     copies: Copies | None
-    recomputation: Recomputation | None = None
+    recomputation: Recomputation | None
 
     @property
     def locals(self) -> list[Local]:

@@ -33,7 +33,8 @@ class RecomputeConfig(Config):
 
     mode: Literal["none", "full", "selective", "budget"] = Field(
         default="none",
-        description="full keeps a layer's input alone; selective also results of products and attention; budget what fits",
+        description="full keeps a layer's input alone; selective also results of products and attention (a GPU's fused "
+        "attention is run again); budget what fits",
     )
     every: int = Field(default=1, ge=1, description="full, selective: recompute each k-th layer, the first one first")
     budget: str | None = Field(
@@ -89,6 +90,14 @@ class Recomputation:
         """Whether calls are to be timed."""
         return False
 
+    def facts(self) -> dict[str, int | float | None] | None:
+        """For the record; None while it is not known what will be kept."""
+        return {"kept_bytes": self.kept_bytes}
+
+    def describe(self) -> str:
+        """For the console."""
+        return f"{len(self.kept)} recomputed layers keep {self.kept_bytes / 2**20:.1f} MiB of a micro-batch"
+
     def finished(self, layer: int, tape: Tape, inputs: Sequence[Tensor]) -> None:
         """After a layer's first run."""
         self.kept[layer] = sum(tensor.nbytes for tensor in inputs) + tape.kept_bytes
@@ -122,6 +131,7 @@ class Budget(Recomputation):
         self.num_bytes, self.num_layers = num_bytes, num_layers
         self.predicted_bytes: int | None = None
         self.seconds_again = 0.0
+        self._has_kept = False
         self._calls: dict[tuple[int, int], Call] = {}
         self._least: dict[int, int] = {}
         self._picked: set[tuple[int, int]] = set()
@@ -138,11 +148,31 @@ class Budget(Recomputation):
     def finished(self, layer: int, tape: Tape, inputs: Sequence[Tensor]) -> None:
         """See `Recomputation.finished`."""
         super().finished(layer, tape, inputs)
+        self._has_kept = self.predicted_bytes is not None
         if self.predicted_bytes is None:
             self._least[layer] = self.kept[layer]
             self._calls |= {(layer, call.index): call for call in tape.calls if not communicates(call)}
             if len(self._least) == self.num_layers:
                 self._pick()
+
+    def facts(self) -> dict[str, int | float | None] | None:
+        """See `Recomputation.facts`. The first micro-batch, which measures, does not count."""
+        if not self._has_kept:
+            return None
+        return {
+            "kept_bytes": self.kept_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "budget_bytes": self.num_bytes,
+            "seconds_again": self.seconds_again,
+        }
+
+    def describe(self) -> str:
+        """See `Recomputation.describe`."""
+        return (
+            f"{super().describe()} (budget {self.num_bytes / 2**20:.1f} MiB, predicted "
+            f"{(self.predicted_bytes or 0) / 2**20:.1f}); its backward repeats about {1000 * self.seconds_again:.0f} ms "
+            "of operations"
+        )
 
     def _pick(self) -> None:
         total = sum(self._least.values())
@@ -197,7 +227,7 @@ class _Recomputed:
         if not torch.is_grad_enabled():
             return self.forward(*arguments)
         tape = Tape(partial(self.recomputation.keeps, self.layer), self.recomputation.measures)
-        # A tape without randomness: models draw no numbers in a pass.
+        # No state of random generators: models draw no numbers in a pass.
         result = checkpoint(
             self.forward,
             *arguments,

@@ -104,13 +104,15 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
             dtype=run.precision.compute_dtype,
         )
         kept = _bytes(param.tensor.grad for param in params if param.tensor.grad is not None)
+        # What recomputed layers keep of a micro-batch, autograd does not.
+        again = 0 if laid.recomputation is None else laid.recomputation.kept_bytes
         return DryRun(
             rank,
             stages_of(run, rank),
             holdings(laid, optimizer),
             max(kept, measured.gradient_bytes),
-            measured.kept.of_one,
-            measured.kept.peak,
+            measured.kept.of_one + again,
+            measured.kept.peak + again * measured.kept.in_flight,
             measured.kept.in_flight,
             world.ledger.peak,
             world.counter.flows(run.plan.grid),

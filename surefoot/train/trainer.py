@@ -220,9 +220,21 @@ class Trainer:
         # On a GPU work and wait look alike to the process.
         if self.device.type == "cpu" and (line := self.pace.compare(facts.rank_seconds)) is not None:
             self._say(line)
+        self._note_recomputation()
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
+
+    def _note_recomputation(self) -> None:
+        """Once what recomputed layers keep has been measured: say it and add it to the facts."""
+        if self.laid.recomputation is None or "recomputation" in self.facts:
+            return
+        if (found := self.laid.recomputation.facts()) is None:
+            return
+        self.facts["recomputation"] = found
+        self._say(self.laid.recomputation.describe())
+        if self.ranks.is_first:
+            self.folder.write_json("facts.json", self.facts)
 
     def _report(
         self,

@@ -43,16 +43,6 @@ class GatedDeltaNetConfig(DeltaConfig):
             raise FieldError("num_key_heads", self.num_key_heads, f"must divide num_heads {self.num_heads}")
         return self
 
-    @classmethod
-    def examples(cls) -> dict[str, Self]:
-        """See `MixerConfig.examples`."""
-        return {
-            "": cls(num_heads=4, key_size=6, value_size=5, block=8),
-            "grouped, signed": cls(
-                num_heads=4, key_size=6, value_size=5, block=8, num_key_heads=2, eigenvalues="signed"
-            ),
-        }
-
     def build(self, *, width: int, output_scale: float) -> GatedDeltaNet:
         """The mixer itself."""
         return GatedDeltaNet(self, width, output_scale)

@@ -31,11 +31,7 @@ class KDAConfig(DeltaConfig):
     @classmethod
     def examples(cls) -> dict[str, Self]:
         """See `MixerConfig.examples`."""
-<<<<<<< HEAD
-        return {"": cls(num_heads=4, key_size=6, value_size=5, block=8)}
-=======
         return {"": cls(num_heads=4, key_size=6, value_size=8, rank=5, block=8)}
->>>>>>> state
 
     def build(self, *, width: int, output_scale: float) -> KDA:
         """The mixer itself."""

@@ -62,14 +62,6 @@ class Mamba2Config(MixerConfig):
             raise FieldError("dt_max", self.dt_max, f"must be at least dt_min {self.dt_min}")
         return self
 
-    @classmethod
-    def examples(cls) -> dict[str, Self]:
-        """See `MixerConfig.examples`."""
-        return {
-            "": cls(num_heads=4, head_size=6, state_size=5, num_groups=2, block=8),
-            "limited": cls(num_heads=4, head_size=6, state_size=5, num_groups=2, block=8, dt_limit=(0.01, 0.5)),
-        }
-
     def build(self, *, width: int, output_scale: float) -> Mamba2:
         """The mixer itself."""
         return Mamba2(self, width, output_scale)

@@ -47,13 +47,8 @@ class RetentionConfig(MixerConfig):
     def examples(cls) -> dict[str, Self]:
         """See `MixerConfig.examples`."""
         return {
-<<<<<<< HEAD
-            "lightning": cls(num_heads=4, head_size=6, block=8),
-            "retention": cls(num_heads=4, head_size=6, block=8, decay="retention", activation="none"),
-=======
             "lightning": cls(num_heads=4, head_size=8, slope_scale=0.2, block=8),
             "retention": cls(num_heads=4, head_size=8, decay="retention", activation="none", block=8),
->>>>>>> state
         }
 
     def build(self, *, width: int, output_scale: float) -> Retention:

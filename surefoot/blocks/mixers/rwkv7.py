@@ -63,19 +63,6 @@ class RWKV7Config(MixerConfig):
         check_block(self.block)
         return self
 
-    @classmethod
-    def examples(cls) -> dict[str, Self]:
-        """See `MixerConfig.examples`."""
-        return {
-            "own": cls(num_heads=4, head_size=6, rank=5, gate_rank=7, block=8),
-            "mixed": cls(num_heads=4, head_size=6, rank=5, gate_rank=7, block=8, values="mixed"),
-        }
-
-    @property
-    def example_writer(self) -> MixerConfig | None:
-        """See `MixerConfig.example_writer`."""
-        return self.model_copy(update={"values": "own"}) if self.values == "mixed" else None
-
     def build(self, *, width: int, output_scale: float) -> RWKV7:
         """The mixer itself."""
         return RWKV7(self, width, output_scale)

@@ -30,11 +30,7 @@ class ShortConvConfig(MixerConfig):
     @classmethod
     def examples(cls) -> dict[str, Self]:
         """See `MixerConfig.examples`."""
-<<<<<<< HEAD
-        return {"": cls(), "bias": cls(channels=24, conv_bias=True)}
-=======
         return {"": cls(), "bias": cls(channels=24, conv_size=4, conv_bias=True)}
->>>>>>> state
 
     def build(self, *, width: int, output_scale: float) -> ShortConv:
         """The mixer itself."""
