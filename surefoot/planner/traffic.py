@@ -118,7 +118,7 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     weights = []
     for name, block, own_name in named_weights(model):
         weight, cut = getattr(block, own_name), layouts[name]
-        kept = cut if plan.shard == 1 else cut.split(0, *shards_of(cut))
+        kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
         weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
     layers = [
         tuple(
@@ -150,7 +150,7 @@ def _family(step: _Step, shards: tuple[str, ...], weights: Sequence[_Weight]) ->
         for is_in_layer in (True, False)
     }
     everything = sum(padded.values())
-    if plan.shard == 1:
+    if not plan.is_sharded:
         step.add((*REPLICAS, *shards), "all-reduce", whole)
     elif plan.zero == 1:
         step.add(REPLICAS, "all-reduce", whole)
