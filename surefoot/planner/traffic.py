@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from surefoot.blocks.base import Routed
 from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
 from surefoot.models.count import build_meta
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import named_weights
+from surefoot.models.routing import routers
 from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
@@ -127,7 +127,7 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         )
         for mixer in (layer.mixer for layer in model._layers() if layer.mixer is not None)
     ]
-    routed = [(part.router.num_experts, part.router.top_k) for part in model.ffns() if isinstance(part, Routed)]
+    routed = [(router.num_experts, router.top_k) for router in routers(model)]
     parts = [part for layer in model._layers() for part in (layer.mixer, layer.ffn) if part is not None]
     return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], len(parts), routed, model.config.width)
 
