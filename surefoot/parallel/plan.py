@@ -27,8 +27,8 @@ class Plan(Config):
     shard: int = Field(default=1, ge=1, description="ranks that share the copy of what `zero` names")
     zero: Literal[1, 2, 3] = Field(
         default=3,
-        description="what is cut over `shard` ranks (ZeRO, Rajbhandari et al., 2020): 1 optimizer state, 2 also gradients, "
-        "3 also weights",
+        description="what is cut over `shard` x `expert` ranks (ZeRO, Rajbhandari et al., 2020): 1 optimizer state, 2 also "
+        "gradients, 3 also weights",
     )
     reshard: int | None = Field(
         default=None, ge=2, description="ranks over which weights stay cut between forward and backward; null: all"
@@ -131,9 +131,14 @@ class Plan(Config):
         return self.replicate * self.shard * self.expert
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share the keeping of what `zero` names: `expert` ranks do, of all weights but the experts."""
+        return self.shard * self.expert > 1
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether FSDP2 holds the weights."""
-        return self.shard > 1 and self.zero > 1
+        return self.is_sharded and self.zero > 1
 
     @property
     def keeps_weights_cut(self) -> bool:
@@ -157,7 +162,7 @@ class Plan(Config):
             )
         if self.context > 1:
             parts.append(f"{self.context_kind} attention")
-        if self.shard > 1:
+        if self.is_sharded:
             parts.append(f"ZeRO-{self.zero}" + (f" (reshard {self.reshard})" if self.reshard else ""))
             if self.zero == 3 and not self.keeps_weights_cut:
                 parts[-1] += f" with weights whole during a step, as {self.schedule} needs"

@@ -111,9 +111,8 @@ class Replicated(DataParallel):
 
     def reduce(self) -> None:
         """One sum over all data ranks."""
-        for axes, members in _by_shards(self.everything).items():
-            gradients = [local.part.grad for local in members if local.part.grad is not None]
-            sum_all_(gradients, self.mesh.group(*REPLICAS, *axes))
+        gradients = [local.part.grad for local in self.everything if local.part.grad is not None]
+        sum_all_(gradients, self.mesh.group(*REPLICAS, *SHARDS))
         self._sum_over_tensor_ranks()
 
 
@@ -162,6 +161,10 @@ class _Family:
 
     def reduce(self) -> None:
         """Sums of gradients to the parts."""
+        if self.num_ranks == 1:  # experts that no other rank holds: a part is all of the weight
+            for weight, part in zip(self.weights, self.parts, strict=True):
+                part.grad, weight.grad = torch.zeros_like(part) if weight.grad is None else weight.grad, None
+            return
         by_rank = torch.cat(
             [self._by_rank(weight, run) for weight, run in zip(self.weights, self.runs, strict=True)], 1
         )
@@ -172,7 +175,9 @@ class _Family:
             weight.grad = None
 
     def gather(self) -> None:
-        """Parts to whole weights."""
+        """Parts to whole weights, of which a rank's own part is a view."""
+        if self.num_ranks == 1:
+            return
         own = torch.cat([_padded(part.reshape(-1), run) for part, run in zip(self.parts, self.runs, strict=True)])
         whole = own.new_empty((self.num_ranks, own.numel()))
         gather_flat(whole.view(-1), own, group=self.group)
@@ -259,7 +264,7 @@ def data_parallel(plan: Plan, modules: Sequence[nn.Module], mesh: Mesh, layouts:
     """The plan's strategy over what a rank holds, whose weights have memory."""
     if plan.is_fully_sharded:
         return FullySharded(modules, mesh, layouts)
-    return (Replicated if plan.shard == 1 else Zero1)(modules, mesh, layouts)
+    return (Zero1 if plan.is_sharded else Replicated)(modules, mesh, layouts)
 
 
 def _padded(flat: Tensor, length: int) -> Tensor:

@@ -17,13 +17,13 @@ from typing import cast
 
 import torch
 
-from surefoot.blocks.base import Routed
 from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
 from surefoot.models.count import build_meta
 from surefoot.models.decoder import Decoder, DecoderConfig, Layer
 from surefoot.models.initialise import named_weights
+from surefoot.models.routing import routers
 from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
@@ -134,7 +134,7 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         in_layers = {id(weight) for weight in module.layers.parameters()}
         for name, block, own_name in named_weights(module):
             weight, cut = getattr(block, own_name), layouts[EMBEDDING if name not in layouts else name]
-            kept = cut if plan.shard == 1 else cut.split(0, *shards_of(cut))
+            kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
             weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
     own_layers = [cast(Layer, layer) for module in modules for layer in module.layers.children()]
     layers = [
@@ -144,9 +144,8 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         )
         for mixer in (layer.mixer for layer in own_layers if layer.mixer is not None)
     ]
-    own_ffns = [layer.ffn for layer in own_layers if isinstance(layer.ffn, Routed)]
-    routed = [(ffn.router.num_experts, ffn.router.top_k) for ffn in own_ffns]
-    router_numbers = sum(ffn.router.num_experts + 1 for ffn in model.ffns() if isinstance(ffn, Routed))
+    routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
+    router_numbers = sum(router.num_experts + 1 for router in routers(model))
     num_parts = sum(part is not None for layer in own_layers for part in (layer.mixer, layer.ffn))
     has_embedding, has_head = (
         any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
@@ -175,7 +174,7 @@ def _family(step: _Step, shards: tuple[str, ...], weights: Sequence[_Weight]) ->
         for is_in_layer in (True, False)
     }
     everything = sum(padded.values())
-    if plan.shard == 1:
+    if not plan.is_sharded:
         step.add((*REPLICAS, *shards), "all-reduce", whole)
     elif plan.zero == 1:
         step.add(REPLICAS, "all-reduce", whole)

@@ -180,7 +180,7 @@ def remedies(run: Run) -> Iterator[tuple[list[str], Run]]:
     """Changes that save memory on as many ranks, the nearest first, as --set assignments; only legal ones."""
     plan = run.plan
     changes: list[list[str]] = []
-    if plan.shard > 1 and plan.zero < 3:
+    if plan.is_sharded and plan.zero < 3:
         changes.append(["plan.zero=3"])
     if plan.replicate > 1:
         changes.append(["plan.replicate=1", f"plan.shard={plan.shard * plan.replicate}"])

@@ -29,7 +29,9 @@ from tests.train.test_ranks import assert_same_run, fit, newest, save_again
 
 PLANS = [
     Plan(expert=2),
-    Plan(expert=2, replicate=2),
+    Plan(expert=2, zero=1),
+    Plan(expert=2, zero=2, replicate=2),
+    Plan(expert=2, zero=1, replicate=2, tensor=2),
     Plan(expert=2, shard=2, zero=1),
     Plan(expert=2, shard=4, zero=1),
     Plan(expert=2, shard=2, zero=2),
@@ -156,12 +158,19 @@ def held_by(plan: Plan) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | 
 
 
 def test_each_rank_keeps_its_share_and_no_more(pool: Pool) -> None:
-    for plan in (Plan(expert=2, shard=3, zero=3), Plan(expert=2, shard=3, zero=1), Plan(expert=6)):
+    for plan in (
+        Plan(expert=2, shard=3, zero=3),
+        Plan(expert=2, shard=3, zero=1),
+        Plan(expert=6, zero=1),
+        Plan(expert=6),
+    ):
         for share in pool.run(held_by, plan)[: plan.num_ranks]:
             assert share is not None
             for name, (whole, part) in share.items():
                 if ".experts." in name:
                     assert part == (1, *whole[1:])
+                else:  # other weights are shared over all data ranks, also those along `expert`
+                    assert part[0] <= -(-whole[0] // 6)
 
 
 @pytest.mark.parametrize(

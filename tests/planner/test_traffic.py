@@ -176,7 +176,8 @@ class Even(Router):
 
 EXPERT_PLANS: list[dict[str, Any]] = [
     {"expert": 2},
-    {"expert": 4, "replicate": 2},
+    {"expert": 2, "zero": 1},
+    {"expert": 4, "zero": 2, "replicate": 2},
     {"expert": 2, "shard": 2, "zero": 1},
     {"expert": 2, "shard": 2, "zero": 2, "tensor": 2},
     {"expert": 2, "shard": 4, "zero": 3},

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.cli.verbs import verify as verb
 from surefoot.config import ConfigError, override
 from surefoot.dist.layout import Layout
@@ -38,6 +40,18 @@ def test_right_layouts_pass(run: Run, pool: Pool) -> None:
     assert [verdict.failure for verdict in verdicts] == [None] * 3
     assert said == [plan.describe() for plan in plans]
     assert all(verdict.worst["initial weights"] == 0 for verdict in verdicts)
+
+
+def test_layouts_of_experts_are_tried_where_there_are_experts(run: Run, pool: Pool) -> None:
+    assert not any(plan.expert > 1 for plan in legal_plans(run, 8))
+    ffn = MoEConfig(num_experts=6, top_k=2, hidden=12, router=SigmoidConfig())
+    routed = run.model_copy(update={"model": run.model.model_copy(update={"ffn": ffn})})
+    plans = legal_plans(routed, 8)
+    assert {plan.expert for plan in plans} == {1, 2}  # 4 and 8 do not divide 6
+    assert any(plan.expert > 1 and plan.pipeline > 1 for plan in plans)
+    chosen = [Plan(expert=2), Plan(expert=2, zero=1), Plan(shard=2, expert=2, tensor=2, zero=2)]
+    assert all(plan in plans for plan in (chosen[0], chosen[2]))
+    assert [verdict.failure for verdict in verify(routed, chosen, pool, lambda _: None)] == [None] * 3
 
 
 # -- faults, planted inside the ranks ----------------------------------------------------------------------------------
