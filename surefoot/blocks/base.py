@@ -142,6 +142,19 @@ class MixerConfig(Config):
     def check_width(self, width: int) -> None:
         """Raise `FieldError` where the mixer cannot have this model width."""
 
+    @property
+    def leaves_shared(self) -> str | None:
+        """The name under which it leaves something in `shared` for later layers."""
+        return None
+
+    @property
+    def needs_shared(self) -> str | None:
+        """The name under which an earlier layer must have left something."""
+        return None
+
+    def check_writer(self, writer: MixerConfig) -> None:
+        """Raise `FieldError` where it cannot use what `writer`, the last that left what it needs, leaves."""
+
     @abstractmethod
     def build(self, *, width: int, output_scale: float) -> Mixer:
         """A mixer of `width`; the projection back into the residual stream starts at `output_scale` / sqrt(fan-in)."""

@@ -90,6 +90,24 @@ class DecoderConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _what_is_read_was_left(self) -> Self:
+        writers: dict[str, MixerConfig] = {}
+        for layer in range(self.depth):
+            if (mixer := self.mixer_of(layer)) is None:
+                continue
+            if (name := mixer.needs_shared) is not None:
+                if name not in writers:
+                    raise FieldError(
+                        "mixer_pattern",
+                        self.mixer_pattern,
+                        f"has layer {layer} read {name}, which no earlier layer leaves",
+                    )
+                mixer.check_writer(writers[name])
+            if (name := mixer.leaves_shared) is not None:
+                writers[name] = mixer
+        return self
+
+    @model_validator(mode="after")
     def _arrangement_fits(self) -> Self:
         if self.arrangement == "parallel" and self.norm_placement == "post":
             raise FieldError("norm_placement", "post", "needs arrangement=sequential; use pre or sandwich")
