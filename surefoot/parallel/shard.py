@@ -252,6 +252,13 @@ class FullySharded(DataParallel):
             local.weight.grad = None
         self._sum_over_tensor_ranks()
 
+    def after_step(self) -> None:
+        """Let go of whole weights that a forward pass without a backward one (evaluation) has left: they are old now."""
+        for module in self.modules:
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
 
 def wrap(plan: Plan, module: Decoder | Stage, mesh: Mesh, device: torch.device) -> None:
     """What a strategy does to a model or stage before its weights have memory."""

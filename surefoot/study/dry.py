@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter as Multiset
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -217,13 +217,13 @@ class _Measured(Laid):
         """See `Laid.accumulate_feeds`."""
         stages = self.passes.stages if isinstance(self.passes, Pipeline) else []
         for stage in stages:
-            stage.register_forward_pre_hook(lambda stage, _: self._begin(stage))
+            stage.register_forward_pre_hook(lambda stage, _: self.kept.begin(stage))
+            self.kept.at_end = self._note_gradients
         with torch.autograd.graph.saved_tensors_hooks(self.kept.keep, lambda saved: saved.tensor):
             return super().accumulate_feeds(feeds if stages else _Measuring(feeds, self), num_tokens, dtype)
 
-    def _begin(self, stage: nn.Module) -> None:
+    def _note_gradients(self) -> None:
         self.gradient_bytes = max(self.gradient_bytes, self.ledger.gradients)
-        self.kept.begin(stage)
 
 
 class _Saved:
@@ -234,9 +234,13 @@ class _Saved:
 
 
 class _Kept:
-    """Bytes that autograd keeps: of the first pass through each module, and the most at once of how many passes."""
+    """Bytes that autograd keeps: of the first pass through each module, and the most at once of how many passes.
+
+    `at_end` is called where backward lets go of the last tensor of a pass.
+    """
 
     def __init__(self) -> None:
+        self.at_end: Callable[[], None] = lambda: None
         self.peak = self.in_flight = 0
         self._live = 0
         self._holders: Multiset[int] = Multiset()  # of each storage
@@ -278,6 +282,7 @@ class _Kept:
         self._passes[number] -= 1
         if not self._passes[number]:
             del self._passes[number]
+            self.at_end()
 
 
 class _Measuring(Sequence[Feed]):

@@ -1,9 +1,10 @@
 """Proof that a layout trains the same model as one process.
 
 A shrunk version of a run takes two optimizer steps on one ragged batch, in fp64, on one process and under a plan. Compared
-are initial weights, loss, every gradient, the gradient norm and every weight after the steps, each put together from all
-ranks, whose copies must agree. Norm scales and all else that starts at one
-value is drawn anew first: there a dropped one would not be seen.
+are initial weights, loss, every gradient, the gradient norm, every weight after one plain SGD update and the loss that
+evaluation then finds, and every weight after the steps, each put together from all ranks, whose copies must agree. Between
+the steps all is saved, lost and loaded: bits must return, and one process must find the same in the checkpoint. Norm scales
+and all else that starts at one value is drawn anew first: there a dropped one would not be seen.
 
 How much may differ is measured, not guessed: one process with its sums in another order (other micro-batches) is the noise,
 and a plan passes within `MARGIN` times it.
@@ -14,32 +15,48 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from surefoot.config import ConfigError, override
+from surefoot.config import CheckpointError, ConfigError, override
 from surefoot.dist.layout import Box
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.count import build_meta
 from surefoot.models.initialise import constant_starts, generator_for
-from surefoot.optim.base import Param, gradients_of
+from surefoot.optim.base import Optimizer, Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import MicroBatch, check, lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.schedules import Schedule
+from surefoot.study.resume import stop_and_go_on
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
-from surefoot.train.state import laid_params
+from surefoot.train.state import laid_params, states_of
 
 BATCH, LENGTH, DEPTH, STEPS = 16, 64, 2, 2
 MARGIN = 100.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
 
-QUANTITIES = ("initial weights", "loss", "gradients", "gradient norm", "updated weights")
+SGD_RATE = 0.1
+
+QUANTITIES = (
+    "initial weights",
+    "loss",
+    "gradients",
+    "gradient norm",
+    "SGD update",
+    "evaluation",
+    "resume",
+    "saved state",
+    "updated weights",
+)
+EXACT = frozenset({"initial weights", "resume"})
 
 
 @dataclass
@@ -48,6 +65,7 @@ class Share:
 
     parts: dict[str, dict[str, tuple[Box, tuple[int, ...], Tensor]]] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def keep(self, quantity: str, param: Param, values: Tensor) -> None:
         """Add one part."""
@@ -150,7 +168,8 @@ def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verd
         if deep.model.depth not in references:
             reference = one_process(deep)
             references[deep.model.depth] = reference, noise_of(deep, reference)
-        shares = pool.run(trial, deep, plan, num_micro_batches(plan))
+        with TemporaryDirectory() as folder:
+            shares = pool.run(trial, deep, plan, num_micro_batches(plan), Path(folder))
         verdict = judge(plan, shares, *references[deep.model.depth])
         announce(verdict)
         verdicts.append(verdict)
@@ -167,51 +186,62 @@ def num_micro_batches(plan: Plan) -> int | None:
 
 def one_process(run: Run, num_micro: int = 1) -> list[Share]:
     """The trial of one process, as the only share."""
-    return [share for share in [trial(run, Plan(), num_micro)] if share is not None]
+    with TemporaryDirectory() as folder:
+        return [share for share in [trial(run, Plan(), num_micro, Path(folder))] if share is not None]
 
 
 def noise_of(run: Run, reference: Sequence[Share]) -> dict[str, float]:
     """How much each quantity differs when the same sums are taken in another order."""
-    reordered = _differences(one_process(run, BATCH), reference)
-    return {quantity: max(error, FLOOR) for quantity, (error, _) in reordered.items()}
+    reordered = one_process(run, BATCH)
+    return {quantity: max(_difference(reordered, reference, quantity)[0], FLOOR) for quantity in QUANTITIES}
 
 
 def judge(
     plan: Plan, shares: Sequence[Share | None], reference: Sequence[Share], noise: Mapping[str, float]
 ) -> Verdict:
     """Whether the ranks' shares are those of one process."""
-    try:
-        found = _differences([share for share in shares if share is not None], reference)
-    except _DisagreementError as disagreement:
-        return Verdict(plan, {}, str(disagreement))
-    worst = {quantity: error for quantity, (error, _) in found.items()}
+    present = [share for share in shares if share is not None]
+    worst: dict[str, float] = {}
     for quantity in QUANTITIES:
-        error, name = found[quantity]
-        allowed = 0.0 if quantity == "initial weights" else MARGIN * noise[quantity]
+        try:
+            error, name = _difference(present, reference, quantity)
+        except _DisagreementError as disagreement:
+            return Verdict(plan, worst, str(disagreement))
+        worst[quantity] = error
+        allowed = 0.0 if quantity in EXACT else MARGIN * noise[quantity]
         if not error <= allowed:
-            return Verdict(plan, worst, f"{quantity}: {name} is off by {error:.1e}, allowed {allowed:.1e}")
+            said = f"{quantity}: {name} is off by {error:.1e}, allowed {allowed:.1e}"
+            return Verdict(plan, worst, said + (_where(present, reference) if quantity == "loss" else ""))
     return Verdict(plan, worst, None)
+
+
+def _where(shares: Sequence[Share], reference: Sequence[Share]) -> str:
+    """A wrong loss names no tensor: the one whose gradient is furthest off does."""
+    try:
+        error, name = _difference(shares, reference, "gradients")
+    except _DisagreementError as disagreement:
+        return f"; {disagreement}"
+    return f"; furthest off of all gradients is that of {name}, by {error:.1e}"
 
 
 class _DisagreementError(Exception):
     """Ranks hold different copies of one part, or together not the whole."""
 
 
-def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, tuple[float, str]]:
-    """The largest relative difference of each quantity and whose it is."""
-    found: dict[str, tuple[float, str]] = {}
-    for quantity in QUANTITIES:
-        ours, theirs = _whole(shares, quantity), _whole(reference, quantity)
-        if ours.keys() != theirs.keys():
-            odd = min(ours.keys() ^ theirs.keys())
-            raise _DisagreementError(f"{quantity}: {odd} is on one side only")
-        errors = [
-            (float((ours[name] - value).norm() / value.norm().clamp_min(1e-300)), name)
-            for name, value in theirs.items()
-        ]
-        # NaN compares with nothing, so it is looked for first.
-        found[quantity] = next((item for item in errors if item[0] != item[0]), max(errors))
-    return found
+def _difference(shares: Sequence[Share], reference: Sequence[Share], quantity: str) -> tuple[float, str]:
+    """The largest relative difference of a quantity and whose it is."""
+    for share in shares:
+        if quantity in share.failures:
+            raise _DisagreementError(f"{quantity}: {share.failures[quantity]}")
+    ours, theirs = _whole(shares, quantity), _whole(reference, quantity)
+    if ours.keys() != theirs.keys():
+        odd = min(ours.keys() ^ theirs.keys())
+        raise _DisagreementError(f"{quantity}: {odd} is on one side only")
+    errors = [
+        (float((ours[name] - value).norm() / value.norm().clamp_min(1e-300)), name) for name, value in theirs.items()
+    ]
+    # NaN compares with nothing, so it is looked for first.
+    return next((item for item in errors if item[0] != item[0]), max(errors))
 
 
 def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
@@ -223,7 +253,7 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
         return {quantity: torch.tensor([shares[0].numbers[quantity]], dtype=torch.float64)}
     full: dict[str, Tensor] = {}
     for share in shares:
-        for name, (box, shape, values) in share.parts[quantity].items():
+        for name, (box, shape, values) in share.parts.get(quantity, {}).items():
             whole = full.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
             there = whole[box.slices]
             if (
@@ -239,8 +269,8 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
     return full
 
 
-def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
-    """One rank's part of two steps; None on a rank that the plan does not use."""
+def trial(run: Run, plan: Plan, num_micro: int, folder: Path) -> Share | None:
+    """One rank's part of two steps, with a checkpoint between them in `folder`; None on a rank that the plan does not use."""
     mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
     if mesh is None:
         return None
@@ -262,16 +292,50 @@ def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
         (nll, _) = ranks.sums(*laid.accumulate(micro_batches, num_tokens, dtype))
         norm = global_norm(params, ranks.group)
         if step == 0:
+            before = {param.name: param.tensor.detach().clone() for param in params}
             share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
             for param in params:
                 gradient = param.tensor.grad if param.tensor.grad is not None else torch.zeros_like(param.tensor)
                 share.keep("gradients", param, gradient)
+            _plain_update(params)
+            for param in params:
+                share.keep("SGD update", param, param.tensor)
+            laid.after_step()
+            (evaluated,) = ranks.sums(laid.evaluate(micro_batches, dtype))
+            share.numbers["evaluation"] = evaluated / num_tokens
+            for param in params:
+                param.tensor.detach().copy_(before[param.name])
+            laid.after_step()
         clip_(gradients_of(params), norm, run.train.max_gradient_norm or 1.0)
         optimizer.step(1.0)
+        if step == 0:
+            _stop_and_go_on(share, params, states_of(laid.model, mesh), optimizer, ranks, folder)
         laid.after_step()
     for param in params:
         share.keep("updated weights", param, param.tensor)
     return share
+
+
+def _stop_and_go_on(
+    share: Share, params: Sequence[Param], states: Sequence[Param], optimizer: Optimizer, ranks: Ranks, folder: Path
+) -> None:
+    try:
+        changed, alone = stop_and_go_on([*params, *states], optimizer, ranks, folder)
+    except CheckpointError as error:  # on all ranks
+        share.failures["resume"] = str(error)
+        return
+    for param in params:
+        share.keep("resume", param, changed[param.name].double())
+    for name, tensor in alone.items():
+        shape = tuple(tensor.shape)
+        share.parts.setdefault("saved state", {})[name] = Box.whole(shape), shape, tensor.double()
+
+
+@torch.no_grad()
+def _plain_update(params: Sequence[Param]) -> None:
+    for param in params:
+        if param.tensor.grad is not None:
+            param.tensor.sub_(SGD_RATE * param.tensor.grad)
 
 
 @torch.no_grad()

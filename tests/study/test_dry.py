@@ -166,6 +166,7 @@ def test_a_schedule_keeps_as_many_micro_batches_as_its_paper_says(piped: Run, sc
     run = override(piped, [f"plan.schedule={schedule}"])
     found = [dry_run(run, rank) for rank in range(4)]
     assert [each.in_flight for each in found] == passes
+    assert all(each.gradient_bytes > 0.95 * each.holdings.parameter_bytes for each in found)
     assert all(each.kept_bytes <= each.in_flight * each.activation_bytes for each in found)
     assert found[0].kept_bytes > found[0].in_flight * found[0].activation_bytes / len(found[0].stages) * 0.9
 
