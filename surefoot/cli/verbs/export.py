@@ -16,6 +16,7 @@ from surefoot.cli.verbs.import_ import BESIDE, SOURCE
 from surefoot.config import CheckpointError, ConfigError, DataError, RunError, load_json
 from surefoot.infer.against import compare
 from surefoot.models.hf.family import Family, families, function_of, settings_for
+from surefoot.models.hf.gguf import describe
 from surefoot.models.hf.settings import Json
 from surefoot.train.run import Run
 
@@ -44,7 +45,7 @@ def run(place: Path, to: str, out: Path | None, family: str | None, dtype: str |
         theirs = theirs_of(own, chosen.model, weights, _DTYPES[dtype])
         _write_tokenizer(chosen, target, source)
         if to == "gguf":
-            print(f"{write_gguf(target, own, settings, theirs, chosen.name)}: written")
+            print(f"{write_gguf(target, describe(own, settings, theirs), chosen.name)}: written")
         else:
             write_published(target, settings, theirs, _DTYPES[dtype])
             back = read_published(open_published(target), own, chosen.model, torch.float32)
