@@ -79,7 +79,7 @@ def test_a_bad_value_is_one_line(command: Command, saved: Path, assignment: str,
     ("recipe", "parts"),
     [
         ("quikstart", ("'quikstart'", "did you mean quickstart?")),
-        ("zzz", ("'zzz'", "choose one of gpt-110m")),
+        ("zzz", ("'zzz'", "choose one of deepseek-v3")),
         ("missing.json", ("missing.json", "cannot be read")),
         ("missing.py:f", ("missing.py", "no such file")),
         (".", ("run.json", "cannot be read")),
