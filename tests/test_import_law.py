@@ -24,7 +24,7 @@ LAW: dict[str, set[str]] = {
     "models": {"config", "ops", "blocks"},
     "parallel": {"config", "dist", "ops", "blocks", "models", "precision"},
     "checkpoint": {"config", "dist", "models"},
-    "infer": {"config", "ops", "models", "parallel", "checkpoint"},
+    "infer": {"config", "ops", "blocks", "models", "parallel", "checkpoint"},
     "planner": {"config", "dist", "models", "optim", "parallel"},
     "study": {"config", "observe", "scaling", "diagnose", "planner", "train", "infer"},
     "report": {"config", "observe", "scaling", "diagnose"},

@@ -265,6 +265,17 @@ def bench_decode(
     _verb("bench").decode(recipe, context, batch, steps, dtype, allow or [])
 
 
+@bench_app.command("cache")
+def bench_cache(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Held-out sequences to read.")] = 32,
+    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest by default.")] = None,
+    allow: Allow = None,
+) -> None:
+    """What keys and values in int8 or fp8 change of a trained run's loss, and the bytes they save."""
+    _verb("bench").cache(run, samples, step, allow or [])
+
+
 @launch_app.command("slurm")
 def launch_slurm(
     recipe: Recipe,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
+
+from surefoot.blocks.mixers.cache import NarrowKind, State
 
 
 def stored_bytes(states: object) -> int:
@@ -30,3 +32,11 @@ def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(item, seen)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value), seen)
+
+
+def narrow(states: Iterable[object], kind: NarrowKind) -> int:
+    """Have those states that hold keys and values (or latents) keep them in a narrower type; returns how many that are."""
+    found = [state for state in states if isinstance(state, State)]
+    for state in found:
+        state.narrow(kind)
+    return len(found)

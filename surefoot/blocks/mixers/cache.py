@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
 from surefoot.ops.documents import Reach
+
+NarrowKind = Literal["int8", "fp8"]
 
 
 def most_kept(reach: Reach, length: int) -> int:
@@ -17,6 +21,31 @@ def mean_seen(reach: Reach, length: int) -> float:
     """How many positions the tokens of one document of `length` see on average."""
     most = most_kept(reach, length)
     return (most * (most + 1) / 2 + (length - most) * most) / length
+
+
+class NarrowBuffer:
+    """A buffer whose vectors (the last dimension) are kept in a narrow type, each with a scale; it reads back as it was.
+
+    Assigning rounds: to 8-bit integers, or to e4m3 (Micikevicius et al., 2022), of the vector over its largest entry.
+    """
+
+    def __init__(self, like: Tensor, kind: NarrowKind) -> None:
+        self.dtype, self.device = like.dtype, like.device
+        self._most = {"int8": 127.0, "fp8": 448.0}[kind]
+        narrow = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+        self._codes = torch.zeros(like.shape, dtype=narrow, device=like.device)
+        self._scales = torch.zeros((*like.shape[:-1], 1), dtype=torch.float32, device=like.device)
+
+    def __setitem__(self, places: Any, x: Tensor) -> None:
+        wide = x.to(torch.float32)
+        scales = wide.abs().amax(-1, keepdim=True) / self._most
+        codes = wide / scales.clamp_min(torch.finfo(torch.float32).tiny)
+        self._codes[places] = (codes.round() if self._codes.dtype is torch.int8 else codes).to(self._codes.dtype)
+        self._scales[places] = scales
+
+    def __getitem__(self, places: Any) -> Tensor:
+        wide: Tensor = self._codes[places].to(torch.float32) * self._scales[places]
+        return wide.to(self.dtype)
 
 
 class State:
@@ -31,9 +60,15 @@ class State:
         """Shapes are (B, room, ...)."""
         self.length, self.room, self.reach = 0, shapes[0][1], reach
         self.num_places = most_kept(reach, self.room)
-        self.buffers = [
+        self.buffers: list[Tensor | NarrowBuffer] = [
             torch.zeros((shape[0], self.num_places, *shape[2:]), dtype=dtype, device=device) for shape in shapes
         ]
+
+    def narrow(self, kind: NarrowKind) -> None:
+        """Keep what comes in a narrower type, one scale a vector. Of a state that holds nothing yet."""
+        if self.length:
+            raise ValueError("a state is narrowed before it holds anything")
+        self.buffers = [NarrowBuffer(buffer, kind) for buffer in self.buffers if isinstance(buffer, Tensor)]
 
     def append(self, *new_BLX: Tensor) -> tuple[Tensor, ...]:
         """Take in L positions; return, in order, at least all that they see: past ones and themselves.

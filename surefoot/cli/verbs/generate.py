@@ -32,7 +32,7 @@ def run(
     """Print the prompt and its continuation as it is drawn."""
     choose = SamplingConfig(**sampling).build()
     chosen = load_json(folder / "run.json", Run, allow=allow)
-    checkpoint = _checkpoint(folder, step)
+    checkpoint = checkpoint_of(folder, step)
     set_threads(chosen.train.threads)
     device = choose_device("auto")
     model = load_model(chosen, checkpoint, device)
@@ -52,7 +52,8 @@ def run(
     _stream(tokenizer, new)
 
 
-def _checkpoint(folder: Path, step: int | None) -> Checkpoint:
+def checkpoint_of(folder: Path, step: int | None) -> Checkpoint:
+    """The run's checkpoint of `--step`, or its newest; an error says which there are."""
     place = folder / "checkpoints"
     if step is not None:
         if not (place / step_name(step)).is_dir():
