@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from surefoot.cli.main import main
-from surefoot.cli.verbs.dry import parse_size, shown
+from surefoot.cli.verbs.dry import parse_memory, shown
 from surefoot.config import ConfigError, override, to_json
 from surefoot.dist import mesh as mesh_module
 from surefoot.dist.fake import META, fake_world
@@ -299,11 +299,11 @@ def test_options_that_have_no_effect_are_refused(command: Command, arguments: li
 
 
 def test_sizes() -> None:
-    assert parse_size("80GiB") == parse_size("h100") == 80 << 30
-    assert parse_size("1.5GB") == 1_500_000_000
+    assert parse_memory("79GiB") == parse_memory("h100") == 79 << 30
+    assert parse_memory("1.5GB") == 1_500_000_000
     assert (shown(80 << 30), shown(1536), shown(12)) == ("80 GiB", "1.5 KiB", "12 B")
     with pytest.raises(ConfigError):
-        parse_size("80 gallons")
+        parse_memory("80 gallons")
 
 
 def test_remedies_are_legal_and_keep_the_ranks(tiny: Tiny) -> None:

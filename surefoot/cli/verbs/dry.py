@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from surefoot.cli.verbs.train import stretch
 from surefoot.config import ConfigError, override
+from surefoot.planner.devices import DEVICES, UNITS, parse_size
 from surefoot.recipes.find import find_recipe
 from surefoot.study.dry import UNKNOWN, DryRun, dry_run, num_micro_batches, remedies, telling_ranks
 from surefoot.train.run import Run
-
-DEVICES = {"a100": "80GiB", "h100": "80GiB", "h200": "139GiB", "b200": "178GiB"}
-"""Memory of a device as its driver reports it, rounded down."""
-
-_UNITS = {
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 
 
 def run(
@@ -45,7 +31,7 @@ def run(
             raise ConfigError(option, str(value), goes)
     if recipe is None:
         raise ConfigError("RECIPE", None, "is missing; name a recipe (surefoot recipes lists them)")
-    size = None if device_memory is None else parse_size(device_memory)
+    size = None if device_memory is None else parse_memory(device_memory)
     chosen = override(find_recipe(recipe, allow), sets)
     chosen = stretch(chosen, ranks or chosen.plan.num_ranks)
     found = [dry_run(chosen, rank) for rank in telling_ranks(chosen)]
@@ -111,21 +97,23 @@ def remedy(chosen: Run, size: int, announce: Callable[[str], None]) -> str:
     return f"no change of the plan is enough on these ranks; the best is {text} ({shown(best[0])}): use more ranks"
 
 
-def parse_size(text: str) -> int:
+def parse_memory(text: str) -> int:
     """`80GiB`, `80GB` or a device's name in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?B)", DEVICES.get(text.lower(), text))
-    if found is None or found[2] not in _UNITS:
-        raise ConfigError("--device-memory", text, f"is not a size like 80GiB, nor one of {', '.join(DEVICES)}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    if (device := DEVICES.get(text.lower())) is not None:
+        return device.memory
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(
+            "--device-memory", text, f"is not a size like 80GiB, nor one of {', '.join(DEVICES)}"
+        ) from None
 
 
 def shown(size: float) -> str:
     """Bytes with three digits and a unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size >= _UNITS[unit]:
+        if size >= UNITS[unit]:
             return (
-                f"{size / _UNITS[unit]:.3g} {unit}"
-                if size < 1000 * _UNITS[unit]
-                else f"{size / _UNITS[unit]:,.0f} {unit}"
+                f"{size / UNITS[unit]:.3g} {unit}" if size < 1000 * UNITS[unit] else f"{size / UNITS[unit]:,.0f} {unit}"
             )
     return f"{size:.3g} B"
