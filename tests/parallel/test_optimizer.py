@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surefoot.dist.layout import Box, Layout, Place
-from surefoot.dist.mesh import Grid, own_mesh
+from surefoot.dist.mesh import AXES, Grid, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.initialise import generator_for
 from surefoot.optim.adamw import AdamWConfig
@@ -54,7 +54,7 @@ def train(sizes: dict[str, int], shards: bool, config: OptimizerConfig) -> Outco
         layout = Layout(shape) if dim is None else Layout(shape).split(dim, "tensor")
         place = Place(layout.split(0, "shard", "context") if shards else layout, mesh)
         params.append(Param(name, full(name, "weight")[place.box.slices].clone(), axes, place))
-    world = mesh.group(*("pipeline", "replicate", "shard", "context", "tensor"))
+    world = mesh.group(*AXES)
     optimizer, meter = config.build(params), UpdateMeter(params, group=world)
     norm, coefficient, ratios = torch.zeros(()), 1.0, {}
     for step in range(3):
@@ -144,7 +144,7 @@ def _norm_of_ones(sizes: dict[str, int]) -> float | None:
         tensor = torch.zeros(place.box.shape, dtype=torch.float64)
         tensor.grad = torch.ones_like(tensor)
         params.append(Param(name, tensor, axes, place))
-    return float(global_norm(params, mesh.group("pipeline", "replicate", "shard", "context", "tensor")))
+    return float(global_norm(params, mesh.group(*AXES)))
 
 
 def test_one_process_has_the_plain_norm() -> None:

@@ -170,7 +170,7 @@ def fit_and_catch(run: Run, path: Path) -> str:
 @pytest.mark.parametrize(
     ("assignments", "said"),
     [
-        (["plan.shard=3"], "train.batch: 4: must divide over plan.replicate x plan.shard = 3"),
+        (["plan.shard=3"], "train.batch: 4: must divide over plan.replicate x plan.shard x plan.expert = 3"),
         (["plan.replicate=4", "train.micro_batch=2"], "train.micro_batch: 2"),
         (["plan.reshard=2"], "plan.reshard: 2: has an effect only with zero = 3"),
         (["plan.shard=4", "plan.reshard=2", "plan.tensor=2"], "plan.reshard: 2: works only where `shard` is all"),
