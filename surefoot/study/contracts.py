@@ -368,7 +368,9 @@ def on_ranks(plans: Sequence[Plan], pool: Pool) -> Contract:
                 refusals.append(str(refusal))
                 continue
             has_run = True
-            verdict = judge(plan, pool.run(trial, example.run, plan, num_micro_batches(plan)), *example.reference)
+            with tempfile.TemporaryDirectory() as folder:
+                shares = pool.run(trial, example.run, plan, num_micro_batches(plan), Path(folder))
+            verdict = judge(plan, shares, *example.reference)
             if verdict.failure:
                 raise BrokenError(f"{plan.describe()}: {verdict.failure}")
             worst = max(worst, *verdict.worst.values())
