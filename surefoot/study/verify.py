@@ -131,7 +131,7 @@ def parse_plan(text: str) -> Plan:
 def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verdict], None]) -> list[Verdict]:
     """A verdict for each plan of a shrunk run; each is announced as it is reached."""
     for plan in plans:
-        check(plan, deep_enough(run, plan).model, run.data.sequence_length)
+        check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
         if num_micro_batches(plan) is None:
             raise ConfigError(
                 "plan",
@@ -242,7 +242,16 @@ def trial(run: Run, plan: Plan, num_micro: int) -> Share | None:
     if mesh is None:
         return None
     length, seed = run.data.sequence_length, run.train.seed
-    laid = lay_out(plan, run.model, mesh, sequence_length=length, dtype=dtype, device=cpu, seed=seed)
+    laid = lay_out(
+        plan,
+        run.model,
+        mesh,
+        sequence_length=length,
+        dtype=dtype,
+        device=cpu,
+        seed=seed,
+        precision=run.precision,
+    )
     ranks, params = Ranks(mesh, cpu), laid_params(laid)
     share = Share()
     for param in params:
@@ -292,7 +301,7 @@ def ragged_batch(vocab_size: int, length: int) -> MicroBatch:
 def _legal(values: Mapping[str, Any], run: Run) -> Plan | None:
     try:
         plan = Plan(**values)
-        check(plan, deep_enough(run, plan).model, run.data.sequence_length)
+        check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
     except ConfigError:
         return None
     return plan if num_micro_batches(plan) is not None else None

@@ -16,8 +16,6 @@ from torch import Tensor
 from surefoot.blocks.base import Dispatch, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.config import FieldError
-from surefoot.ops.grouped import grouped_linear
-from surefoot.ops.linear import linear
 from surefoot.ops.rows import copy_rows, sum_rows
 from surefoot.ops.swiglu import swiglu
 
@@ -91,12 +89,12 @@ class MoE(Routed):
         # gradients are summed over the ranks.
         self.router.keep(routing, self.w_gate.shape[1] / self.config.hidden)
         x_RD, counts_E, back = self.dispatch.send(x_TD, routing)
-        h_RF = swiglu(grouped_linear(x_RD, counts_E, self.w_gate), grouped_linear(x_RD, counts_E, self.w_up))
-        y_BLD = back(grouped_linear(h_RF, counts_E, self.w_down)).view_as(x_BLD)
+        h_RF = swiglu(self.grouped_linear(x_RD, counts_E, "w_gate"), self.grouped_linear(x_RD, counts_E, "w_up"))
+        y_BLD = back(self.grouped_linear(h_RF, counts_E, "w_down")).view_as(x_BLD)
         if not self.config.shared_hidden:
             return y_BLD
-        shared_BLF = swiglu(linear(x_BLD, self.shared_gate), linear(x_BLD, self.shared_up))
-        return y_BLD + linear(shared_BLF, self.shared_down)
+        shared_BLF = swiglu(self.linear(x_BLD, "shared_gate"), self.linear(x_BLD, "shared_up"))
+        return y_BLD + self.linear(shared_BLF, "shared_down")
 
     def flops(self) -> float:
         """Forward FLOPs a token: the router, and the experts that it meets."""

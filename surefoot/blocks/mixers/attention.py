@@ -17,7 +17,6 @@ from surefoot.blocks.norm import RMSNorm
 from surefoot.config import FieldError
 from surefoot.ops.attention import attend
 from surefoot.ops.documents import Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.rope import rope_tables, rotate
 
 
@@ -97,7 +96,7 @@ class Attention(Mixer):
     ) -> Tensor:
         """(B, L, D) to (B, L, D); with a state, queries also see the positions it holds."""
         batch, length, _ = x_BLD.shape
-        heads = linear(x_BLD, self.wq, self.wk, self.wv).view(batch, length, -1, self.head_size)
+        heads = self.linear(x_BLD, "wq", "wk", "wv").view(batch, length, -1, self.head_size)
         # The weights say how many heads there are: under tensor parallelism they hold this rank's.
         num_heads, num_kv_heads = (weight.shape[0] // self.head_size for weight in (self.wq, self.wk))
         tables = self._tables(docs, x_BLD)
@@ -109,7 +108,7 @@ class Attention(Mixer):
             q_BLHK, k_BLGK = rotate(self.norm_q(q_BLHK), tables), rotate(self.norm_k(k_BLGK), tables)
         k_BSGK, v_BSGK = (k_BLGK, v_BLGK) if state is None else state.extend(k_BLGK, v_BLGK)
         y_BLHK = self.attend(q_BLHK, k_BSGK, v_BSGK, docs)
-        return linear(y_BLHK.reshape(batch, length, -1), self.wo)
+        return self.linear(y_BLHK.reshape(batch, length, -1), "wo")
 
     def _tables(self, docs: Documents, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
