@@ -119,11 +119,14 @@ def verify(
     ] = None,
     check_all: Annotated[bool, typer.Option("--all", help="Every layout that the recipe allows.")] = False,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes at most.")] = 8,
+    compute: Annotated[
+        str, typer.Option("--compute", help="fp64: to the last digits; bf16: as far from fp64 as one process is.")
+    ] = "fp64",
     sets: Sets = None,
     allow: Allow = None,
 ) -> None:
     """Prove that layouts train the same model as one process, on this machine's CPU."""
-    raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or []))
+    raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or [], compute))
 
 
 @app.command()

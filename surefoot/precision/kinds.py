@@ -40,6 +40,11 @@ class Kind:
         return self.rows.columns is not None
 
     @property
+    def is_of_pass(self) -> bool:
+        """Whether tokens of a whole pass, on all ranks, share a scale: then micro-batches are part of the function."""
+        return not self.is_delayed and (not self.has_tiles or self.has_two_levels)
+
+    @property
     def length(self) -> int:
         """That length; 1 where a tile is as long as its operand."""
         return self.rows.columns or 1

@@ -110,8 +110,18 @@ class PrecisionConfig(Config):
 
     def keeps(self, layer: int, num_layers: int) -> bool:
         """Whether products of a layer, counted from 0, are not narrowed."""
-        first, last = (1 if count is None else count for count in (self.keep_first, self.keep_last))
+        first, last = self._ends
         return layer < first or layer >= num_layers - last or layer in (self.keep_layers or ())
+
+    @property
+    def num_kept(self) -> int:
+        """First and last layers whose products are not narrowed."""
+        return sum(self._ends)
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        first, last = (1 if count is None else count for count in (self.keep_first, self.keep_last))
+        return first, last
 
     def build(self) -> torch.dtype:
         """The compute dtype."""

@@ -88,7 +88,8 @@ class Operand:
             return self.narrow(x_RC, self.amax(x_RC), x_RC.dtype, along_rows=True)
         group_R = torch.repeat_interleave(counts_E, output_size=x_RC.shape[0])
         amax_EC = x_RC.new_zeros((counts_E.shape[0], x_RC.shape[1]))
-        amax_EC = self._over_ranks(amax_EC.index_reduce_(0, group_R, x_RC.abs(), "amax").float(), tile)
+        amax_EC.scatter_reduce_(0, group_R[:, None].expand_as(x_RC), x_RC.abs(), "amax")
+        amax_EC = self._over_ranks(amax_EC.float(), tile)
         scale_RC = scale_of(amax_EC, self._form.largest)[group_R]
         return quantise(x_RC, scale_RC, Tile(1, 1), self._form, x_RC.dtype, can_saturate=False).values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -97,7 +98,7 @@ def test_values_are_those_of_a_search(form: Format, tile: Tile) -> None:
 @pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
 def test_ties_go_to_the_even_mantissa_and_the_grid_stays(form: Format) -> None:
     values = [float(value) for value, _ in grid(form)]
-    middles = [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(values)]
     x_1C = torch.tensor([[*values, *middles, *(-x for x in middles)]])
     ones = torch.ones(1, 1)
     found = quantise(x_1C, ones, Tile(None, None), form, torch.float32, can_saturate=True)
