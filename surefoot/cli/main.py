@@ -130,6 +130,22 @@ def verify(
 
 
 @app.command()
+def precision(
+    recipe: Recipe,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", metavar="NAME", help="bf16, or what precision.products may be. Repeat; all by default."
+        ),
+    ] = None,
+    sets: Sets = None,
+    allow: Allow = None,
+) -> None:
+    """Say what each number format does to every product of a model and to its loss, on this machine's CPU."""
+    _verb("precision").run(recipe, formats or [], sets or [], allow or [])
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes with their size, cost and expected time on this machine."""
     _verb("recipes").run()

@@ -69,7 +69,9 @@ def test_delayed_scales_resume_bitwise(tiny: Tiny, tmp_path: Path, monkeypatch: 
 
 
 def test_a_dry_run_runs_them(tiny: Tiny) -> None:
-    run = tiny(*NARROW[1:3], "precision.products=mxfp8", "plan.tensor=2", "model.mixer.num_kv_heads=2", "model.ffn.hidden=64")
+    run = tiny(
+        *NARROW[1:3], "precision.products=mxfp8", "plan.tensor=2", "model.mixer.num_kv_heads=2", "model.ffn.hidden=64"
+    )
     wide = run.model.mixer.model_copy(update={"head_size": 32})
     run = run.model_copy(update={"model": run.model.model_copy(update={"mixer": wide})})
     assert dry_run(run, 0).peak_bytes > 0
