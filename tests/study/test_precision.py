@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from surefoot.cli.verbs.precision import advice
 from surefoot.config import override
 from surefoot.study.precision import Budget, Error, Gap, budget
 from surefoot.train.run import Run
@@ -32,6 +33,14 @@ def test_layers_that_stand_out_are_to_be_kept() -> None:
         2: "layers.2.ffn.w_down underflows in 30%",
         3: "its error is 3.0 times the usual",
     }
+
+
+def test_advice_is_an_option_to_copy_or_that_none_will_do() -> None:
+    calm, loud = error(0.03), error(0.03, underflowed=0.5)
+    some = {"layers.0.ffn.w_up": calm, "layers.1.ffn.w_up": loud, "layers.2.ffn.w_up": loud}
+    assert advice(Budget({"rowwise": some}, {}, {}))[0].endswith("--set precision.keep_layers=[1,2]")
+    assert "every layer" in advice(Budget({"mxfp4": dict.fromkeys(some, loud)}, {}, {}))[0]
+    assert advice(Budget({"mxfp8": dict.fromkeys(some, calm)}, {}, {})) == ["no layer stands out"]
 
 
 def test_a_gap_is_a_mean_with_its_error() -> None:

@@ -38,7 +38,7 @@ def run(recipe: str, formats: list[str], sets: list[str], allow: list[str]) -> N
 
     dataset = chosen.data.build(announce=announce)
     found = budget(chosen, dataset, [cast(Numbers, name) for name in formats] or FORMATS, announce)
-    print("\n".join([*_products(found), "", *_formats(found), "", *_advice(found)]))
+    print("\n".join([*_products(found), "", *_formats(found), "", *advice(found)]))
 
 
 def _products(found: Budget) -> list[str]:
@@ -79,11 +79,16 @@ def _formats(found: Budget) -> list[str]:
     return lines + [f"{numbers:>10}  cannot be used: {why}" for numbers, why in found.refused.items()]
 
 
-def _advice(found: Budget) -> list[str]:
+def advice(found: Budget) -> list[str]:
+    """Which layers to keep in bf16, as an option to copy."""
     lines = []
     for numbers in found.errors:
         layers = found.to_keep(numbers)
-        if numbers != "bf16" and layers:
-            lines.append(f"{numbers}: keep in bf16 with --set precision.keep_layers={list(layers)}")
-            lines += [f"    layer {layer}: {why}" for layer, why in layers.items()]
+        if numbers == "bf16" or not layers:
+            continue
+        if len(layers) == len({name.split(".")[1] for name in found.errors[numbers]}):
+            lines.append(f"{numbers}: loses much in every layer; {next(iter(layers.values()))}, for one")
+            continue
+        lines.append(f"{numbers}: keep in bf16 with --set precision.keep_layers=[{','.join(map(str, layers))}]")
+        lines += [f"    layer {layer}: {why}" for layer, why in layers.items()]
     return lines or ["no layer stands out"]
