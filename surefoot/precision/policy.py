@@ -19,8 +19,8 @@ _BLOCK, _HISTORY = 128, 16
 def weight_role(axes: tuple[str, ...]) -> WeightRole:
     """What a weight's axes say about the numbers it needs. Only a matrix may go below fp32 unless asked for.
 
-    The vocabulary's are embedding and head; a router's decide discretely; a state's are summed over a sequence; vectors are
-    norm scales, biases and the decays of state-space models.
+    The vocabulary's are embedding and head; a router's decide discretely; a state's set steps, decays and short convolutions,
+    which act over a whole sequence, or mix residual streams; vectors are norm scales and biases.
     """
     if "vocab" in axes:
         return "vocabulary"
@@ -28,7 +28,7 @@ def weight_role(axes: tuple[str, ...]) -> WeightRole:
         return "router"
     if len(axes) < 2:
         return "vector"
-    return "state" if {"state", "kernel"} & set(axes) else "matrix"
+    return "state" if {"taps", "per_head", "streams"} & set(axes) else "matrix"
 
 
 class PrecisionConfig(Config):

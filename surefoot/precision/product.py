@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surefoot.blocks.base import Exact
 from surefoot.ops.autograd import apply
 from surefoot.ops.grouped import outer_products, products
 from surefoot.ops.matmul import mm
@@ -110,7 +111,7 @@ class Operands:
 
 
 class Quantising:
-    """The `Product` of one block: `operands` by the weight's name there.
+    """The `Product` of one block: `operands` by the weight's name there; weights without stay in the dtype of activations.
 
     Weights side by side read one input, which is quantised once, as the first one's. `narrows_weight_gradients` says whether
     dW is a product of quantised operands too.
@@ -118,11 +119,24 @@ class Quantising:
 
     def __init__(self, kind: Kind, operands: Mapping[str, Operands], *, narrows_weight_gradients: bool) -> None:
         self.operands, self.narrows_weight_gradients = operands, narrows_weight_gradients
+        self._exact = Exact()
         # Which tokens of an expert come to lie in one tile depends on how the batch is cut.
         self.narrows_expert_gradients = narrows_weight_gradients and not kind.has_tiles
 
     def linear(self, x: Tensor, weights_OI: Mapping[str, Tensor]) -> Tensor:
         """See `Product.linear`."""
+        narrow = {name: weight for name, weight in weights_OI.items() if name in self.operands}
+        wide = {name: weight for name, weight in weights_OI.items() if name not in self.operands}
+        if not wide:
+            return self._linear(x, narrow)
+        parts: dict[str, Tensor] = {}
+        for multiply, weights in ((self._linear, narrow), (self._exact.linear, wide)):
+            if weights:
+                sizes = [weight.shape[0] for weight in weights.values()]
+                parts |= zip(weights, multiply(x, weights).split(sizes, -1), strict=True)
+        return torch.cat([parts[name] for name in weights_OI], -1)
+
+    def _linear(self, x: Tensor, weights_OI: Mapping[str, Tensor]) -> Tensor:
         operands = [self.operands[name] for name in weights_OI]
         y_NO: Tensor = apply(
             _Linear, self, operands, torch.is_grad_enabled(), x.reshape(-1, x.shape[-1]), *weights_OI.values()
@@ -131,6 +145,8 @@ class Quantising:
 
     def grouped(self, x_RI: Tensor, counts_E: Tensor, name: str, weight_EOI: Tensor) -> Tensor:
         """See `Product.grouped`."""
+        if name not in self.operands:
+            return self._exact.grouped(x_RI, counts_E, name, weight_EOI)
         y_RO: Tensor = apply(_Grouped, self, self.operands[name], torch.is_grad_enabled(), x_RI, counts_E, weight_EOI)
         return y_RO
 

@@ -58,5 +58,5 @@ def test_roles_follow_from_axes() -> None:
     assert weight_role(("vocab", "embed")) == "vocabulary"
     assert weight_role(("routes", "embed")) == "router"
     assert weight_role(("embed",)) == weight_role(("heads",)) == "vector"
-    assert weight_role(("heads", "state")) == weight_role(("channels", "kernel")) == "state"
+    assert weight_role(("per_head", "embed")) == weight_role(("kv_heads", "taps")) == "state"
     assert weight_role(("experts", "ffn", "embed")) == weight_role(("heads", "embed")) == "matrix"

@@ -123,6 +123,17 @@ def test_each_expert_is_a_product_of_its_own(name: Name) -> None:
         torch.testing.assert_close(weight_EOI.grad[number], left.T @ right, rtol=1e-13, atol=1e-12)
 
 
+def test_a_weight_that_stays_wide_may_lie_between_narrow_ones() -> None:
+    product, meter = product_of(kind_of("rowwise", gradient="e5m2", tile=16))
+    x = drawn(8, 40, seed=0)
+    weights = {"wq": drawn(24, 40, seed=1), "w_dt": drawn(3, 40, seed=4), "wk": drawn(36, 40, seed=2)}
+    parts = product.linear(x, weights).split([24, 3, 36], -1)
+    assert torch.equal(parts[1], x @ weights["w_dt"].T)
+    for part, name in ((parts[0], "wq"), (parts[2], "wk")):
+        torch.testing.assert_close(part, product.linear(x, {name: weights[name]}), rtol=1e-13, atol=1e-12)
+    assert "w_dt/weight" not in end(meter)
+
+
 def test_bf16_operands_are_multiplied_exactly() -> None:
     """What a unit for e4m3 computes: products of 8-bit numbers added up in fp32, rounded to bf16 once."""
     kind = kind_of("mxfp8", gradient="e5m2", tile=128)
