@@ -116,7 +116,7 @@ def common(num_steps: int = 30) -> Run:
             width=WIDTH,
             depth=DEPTH,
             mixer=AttentionConfig(
-                num_heads=HEADS, num_kv_heads=KV_HEADS, qk_norm=False, norm_eps=NORM_EPS, rope_theta=ROPE_THETA
+                num_heads=HEADS, num_kv_heads=KV_HEADS, qk_norm="none", norm_eps=NORM_EPS, rope_theta=ROPE_THETA
             ),
             ffn=SwiGLUConfig(hidden=FFN),
             norm_eps=NORM_EPS,

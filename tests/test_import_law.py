@@ -26,7 +26,7 @@ LAW: dict[str, set[str]] = {
     "checkpoint": {"config", "dist", "models"},
     "infer": {"config", "ops", "models", "parallel", "checkpoint"},
     "planner": {"config", "dist", "models", "optim", "parallel"},
-    "study": {"config", "observe", "scaling", "diagnose", "planner", "train"},
+    "study": {"config", "observe", "scaling", "diagnose", "planner", "train", "infer"},
     "report": {"config", "observe", "scaling", "diagnose"},
 }
 LEVELS_0_TO_4 = {name for name in LAW if name not in {"infer", "planner", "study", "report"}}
@@ -47,6 +47,7 @@ OPTIONAL = {
     "wandb",
     "lm_eval",
     "gguf",
+    "huggingface_hub",
 }
 LAZY_DISPATCH = "cli/main.py"
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.config import Config
+from surefoot.ops.autograd import is_again
 from surefoot.ops.documents import Documents
 from surefoot.ops.grouped import grouped_linear
 from surefoot.ops.linear import linear
+
+EXAMPLE_WIDTH, EXAMPLE_EXPERTS = 32, 8
+"""Of the models in which examples of blocks are tried."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,38 @@ class Block(nn.Module):
         self.states[name] = axes
 
 
+class Connection(Block):
+    """How one part of a layer (mixer or network) reads the residual stream and writes to it.
+
+    The stream of a token is S = `num_streams` · D numbers: one vector, or several side by side.
+    """
+
+    @abstractmethod
+    def forward(self, x_BLS: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """(what the part reads (B, L, D), write); `write` turns what the part returns (B, L, D) into the stream after it."""
+
+    @abstractmethod
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+
+
+class ConnectionConfig(Config):
+    """Describes the connections of a model."""
+
+    @property
+    def num_streams(self) -> int:
+        """Vectors a token."""
+        return 1
+
+    @abstractmethod
+    def build(self, *, width: int, index: int) -> Connection:
+        """The connection of part `index` of a model of `width`, counted from 0."""
+
+    def collapse(self, x_BLS: Tensor) -> Tensor:
+        """The stream after the last layer to what the final norm reads (B, L, D)."""
+        return x_BLS
+
+
 class MixerState(Protocol):
     """What a mixer keeps of the past: `length` positions seen so far."""
 
@@ -110,6 +146,9 @@ Shared = dict[str, Tensor]
 
 class Mixer(Block):
     """Mixes along the sequence: causal, never across a document; stepping with a state equals one full pass."""
+
+    least_run = 1
+    """Positions that a stretch of a cut sequence needs at least."""
 
     reads_shared = False
     """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
@@ -130,12 +169,49 @@ class Mixer(Block):
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes one sequence's state holds after `length` positions."""
 
+    def use_plain(self) -> None:
+        """Compute by the plain form from now on, the one whose FLOPs are `flops(length, causal=False)`."""
+
+    def decode_flops(self, length: int) -> float:
+        """FLOPs of one more position after `length`: those of a full pass, all keys seen, unless decoding has its own form."""
+        return self.flops(length, causal=False)
+
+    def decode_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Bytes of one sequence's state that one more position moves: all of it, read once, unless it says otherwise."""
+        return self.state_bytes(length, dtype)
+
 
 class MixerConfig(Config):
     """Describes a mixer."""
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """Small ones by what is particular to each, for models of `EXAMPLE_WIDTH`: the contract is run on all of them.
+
+        One for each option that changes the mathematics, in tens of dimensions, with heads that two ranks can share.
+        """
+        return {}
+
+    @property
+    def example_writer(self) -> MixerConfig | None:
+        """For a mixer that reads `shared`: one that leaves there what it needs."""
+        return None
+
     def check_width(self, width: int) -> None:
         """Raise `FieldError` where the mixer cannot have this model width."""
+
+    @property
+    def leaves_shared(self) -> str | None:
+        """The name under which it leaves something in `shared` for later layers."""
+        return None
+
+    @property
+    def needs_shared(self) -> str | None:
+        """The name under which an earlier layer must have left something."""
+        return None
+
+    def check_writer(self, writer: MixerConfig) -> None:
+        """Raise `FieldError` where it cannot use what `writer`, the last that left what it needs, leaves."""
 
     @abstractmethod
     def build(self, *, width: int, output_scale: float) -> Mixer:
@@ -157,6 +233,11 @@ class FeedForward(Block):
 class FeedForwardConfig(Config):
     """Describes a feed-forward network."""
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {}
+
     @abstractmethod
     def build(self, *, width: int, output_scale: float) -> FeedForward:
         """A network of `width`; the projection back into the residual stream starts at `output_scale` / sqrt(fan-in)."""
@@ -167,13 +248,15 @@ class Routing(NamedTuple):
 
     `experts_TK` are their numbers, all different for a token; `weights_TK` what their outputs count, in at least fp32;
     `loads_E` how many tokens chose each expert; `auxiliary` the weighted auxiliary losses summed over the tokens, a scalar
-    (0 where no gradients are recorded).
+    (0 where no gradients are recorded). Where `is_partial`, some of `experts_TK` are the number of experts: no expert, in
+    no load and of weight 0; then K may be any number up to that of experts.
     """
 
     experts_TK: Tensor
     weights_TK: Tensor
     loads_E: Tensor
     auxiliary: Tensor
+    is_partial: bool = False
 
 
 def own_counts(counts: Tensor) -> Tensor:
@@ -184,10 +267,14 @@ def own_counts(counts: Tensor) -> Tensor:
 class Router(Block):
     """Chooses experts and never moves tokens; computes in at least fp32, and looks at no other token to choose.
 
+    One that does where it is trained, where gradients are recorded, says so in `looks_ahead`: its choices there may
+    depend on the future, and on what else lies in the batch. Nothing does without gradients.
+
     What it learns otherwise than by gradient is a state, moved by `balance` alone. `pool` turns counts of this
     process into counts of all processes that hold other parts of the same sequences; it may be swapped for a sum over them.
     """
 
+    looks_ahead: ClassVar[bool] = False
     loads_E: Tensor
     auxiliary: Tensor
 
@@ -197,7 +284,7 @@ class Router(Block):
         self.pool: Callable[[Tensor], Tensor] = own_counts
         self.register_buffer("loads_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("auxiliary", torch.zeros(()), persistent=False)
-        self._pending: tuple[Tensor, Routing] | None = None
+        self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @abstractmethod
     def forward(self, x_TD: Tensor, length: int) -> Routing:
@@ -211,24 +298,38 @@ class Router(Block):
         """Forward FLOPs a token."""
 
     def keep(self, routing: Routing, share: float) -> None:
-        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for."""
-        self._pending = (routing.auxiliary * share, routing) if torch.is_grad_enabled() else None
+        """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for.
+
+        A pass that is run again for its backward was counted the first time.
+        """
+        if is_again():
+            return
+        found = routing.auxiliary
+        self._pending = (found * share, found.detach(), routing.loads_E) if torch.is_grad_enabled() else None
 
     def take(self) -> Tensor | None:
         """The auxiliary losses of the last forward pass, once; counts its choices too. None where nothing is held."""
         if self._pending is None:
             return None
-        (auxiliary, routing), self._pending = self._pending, None
-        self.loads_E += routing.loads_E
-        self.auxiliary += routing.auxiliary.detach()
+        (auxiliary, whole, loads_E), self._pending = self._pending, None
+        self.loads_E += loads_E
+        self.auxiliary += whole
         return auxiliary
 
 
 class RouterConfig(Config):
     """Describes a router."""
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`; they are tried with `EXAMPLE_EXPERTS` experts, 2 a token."""
+        return {}
+
     def check_top_k(self, top_k: int) -> None:
         """Raise `FieldError` where the router cannot learn from choosing so many."""
+
+    def check_experts(self, num_experts: int, top_k: int) -> None:
+        """Raise `FieldError` where it cannot choose `top_k` of `num_experts`."""
 
     @abstractmethod
     def build(self, *, width: int, num_experts: int, top_k: int) -> Router:
@@ -245,8 +346,22 @@ class Dispatch(Protocol):
         """
 
 
+class Experts(Block):
+    """Networks stacked along the axis `experts`, the first of each of its weights; what is here of them may be a part."""
+
+    @abstractmethod
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert (R, D), `counts_E` of each expert here, to rows (R, D)."""
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """Of each expert's hidden units, the share that is here: 1 unless tensor parallelism cuts them."""
+
+
 class Routed(FeedForward):
     """A feed-forward network in experts, of which each token meets a few. `dispatch` may be swapped for a parallel form."""
 
     router: Router
+    experts: Experts
     dispatch: Dispatch

@@ -28,6 +28,8 @@ data_app = typer.Typer(help="Look into the data of a recipe or a run.", no_args_
 app.add_typer(data_app, name="data")
 launch_app = typer.Typer(help="Write the job file of a run over several nodes, and submit it.", no_args_is_help=True)
 app.add_typer(launch_app, name="launch")
+bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Recipe = Annotated[
     str, typer.Argument(help="A shipped name (see `surefoot recipes`), file.py:function, a run.json or a run folder.")
@@ -112,12 +114,18 @@ def train(
 
 @app.command()
 def verify(
-    recipe: Recipe,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="As for `train`; with --blocks, the one block to check."),
+    ] = None,
     plans: Annotated[
         list[str] | None,
         typer.Option("--plan", metavar="AXIS=SIZE,…", help="A layout, e.g. shard=2,tensor=2. Repeatable."),
     ] = None,
     check_all: Annotated[bool, typer.Option("--all", help="Every layout that the recipe allows.")] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="Instead of layouts: every contract of every block, as one table.")
+    ] = False,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes at most.")] = 8,
     compute: Annotated[
         str, typer.Option("--compute", help="fp64: to the last digits; bf16: as far from fp64 as one process is.")
@@ -125,7 +133,11 @@ def verify(
     sets: Sets = None,
     allow: Allow = None,
 ) -> None:
-    """Prove that layouts train the same model as one process, on this machine's CPU."""
+    """Prove that layouts train the same model as one process, or that blocks keep their contracts, on this machine's CPU."""
+    if blocks:
+        raise typer.Exit(_verb("contracts").run(recipe))
+    if recipe is None:
+        raise typer.BadParameter("give a recipe, or --blocks", param_hint="RECIPE")
     raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or [], compute))
 
 
@@ -149,6 +161,29 @@ def precision(
 def recipes() -> None:
     """List the shipped recipes with their size, cost and expected time on this machine."""
     _verb("recipes").run()
+
+
+@app.command()
+def cost(
+    recipes: Annotated[
+        list[str] | None, typer.Argument(metavar="RECIPE…", help="Recipes or run folders, side by side.")
+    ] = None,
+    context: Annotated[
+        str, typer.Option("--context", metavar="N,…", help="Positions that a sequence holds; 4k is 4,096.")
+    ] = "4k,32k,128k",
+    batch: Annotated[str, typer.Option("--batch", metavar="N,…", help="Sequences decoded together.")] = "1,16,64",
+    device: Annotated[
+        str, typer.Option("--device", help="a100, h100, h200, b200, l40s, mi300x, or memory,FLOP/s,bytes/s.")
+    ] = "h100",
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Devices that share weights and states.")] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and states: bf16, fp16, fp32 or fp8.")] = "bf16",
+    runs: Annotated[
+        list[Path] | None, typer.Option("--runs", metavar="RUN", help="A run folder: its loss stands beside its cost.")
+    ] = None,
+    allow: Allow = None,
+) -> None:
+    """What models cost to serve: state bytes, the largest batch, prefill and decode times."""
+    _verb("cost").run(recipes or [], context, batch, device, devices, dtype, runs or [], allow or [])
 
 
 @app.command()
@@ -190,6 +225,35 @@ def generate(
     _verb("generate").run(run, prompt, tokens, sampling, not no_cache, step, allow or [])
 
 
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="DIR|ID", help="A folder as the Hugging Face hub has it, or a name there.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="The run folder to make; runs/NAME by default.")] = None,
+    sets: Sets = None,
+) -> None:
+    """Turn a published model into a run: to generate with, or to fine-tune with train --resume."""
+    _verb("import_").run(source, out, sets or [])
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run folder, or one of its checkpoints.")],
+    to: Annotated[str, typer.Option("--to", help="hf (transformers, vLLM) or gguf (llama.cpp).")],
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to make; RUN/exported/TO by default.")] = None,
+    family: Annotated[
+        str | None, typer.Option("--family", help="The architecture there; found by what the model is by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, or what an imported model was saved in, by default.")
+    ] = None,
+    allow: Allow = None,
+) -> None:
+    """Write a model for other programs, and check that it is the same there."""
+    _verb("export").run(run, to, out, family, dtype, allow or [])
+
+
 @data_app.command("inspect")
 def data_inspect(
     recipe: Recipe,
@@ -203,6 +267,21 @@ def data_inspect(
 ) -> None:
     """Decode any step's batch, or name the steps that see a document."""
     _verb("data").inspect(recipe, sets or [], step, document, rows, allow or [])
+
+
+@bench_app.command("decode")
+def bench_decode(
+    recipe: Recipe,
+    context: Annotated[
+        str, typer.Option("--context", metavar="N,…", help="Positions before the first step; 4k is 4,096.")
+    ] = "256,1k,4k",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences decoded together.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded after each context.")] = 32,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of weights and states: bf16, fp16 or fp32.")] = "fp32",
+    allow: Allow = None,
+) -> None:
+    """Milliseconds a token and bytes held against the context."""
+    _verb("bench").decode(recipe, context, batch, steps, dtype, allow or [])
 
 
 @launch_app.command("slurm")

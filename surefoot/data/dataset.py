@@ -121,6 +121,10 @@ class DataConfig(Config):
     def build(self, *, announce: Announce = lambda _: None) -> Dataset:
         """The dataset; `announce` hears of anything that takes long. Raises `DataError`."""
 
+    def build_tokenizer(self, *, announce: Announce = lambda _: None) -> Tokenizer:
+        """The dataset's tokenizer, without the dataset where it can do without."""
+        return self.build(announce=announce).tokenizer
+
 
 class WeightedSource(Config):
     """A source and its weight: its part of the tokens a run trains on, up to a common factor."""
@@ -160,6 +164,11 @@ class CorpusConfig(DataConfig):
         tokenizer = self._tokenizer(sources, cache, announce)
         shards = [open_shards(source, tokenizer, self.heldout_fraction, cache, announce) for source in sources]
         return Corpus(self, tokenizer, shards)
+
+    def build_tokenizer(self, *, announce: Announce = lambda _: None) -> Tokenizer:
+        """Reads no text but to train a tokenizer."""
+        sources = [weighted.build() for weighted in self.sources] if self.tokenizer.reads_texts else []
+        return self._tokenizer(sources, cache_directory(), announce)
 
     def _tokenizer(self, sources: list[Source], cache: Path, announce: Announce) -> Tokenizer:
         if not self.tokenizer.reads_texts:

@@ -4,6 +4,7 @@
     gather             reduce_scatter
     reduce_scatter     gather
     all_to_all         all_to_all, the other way
+    exchange_rows      exchange_rows, the other way
     pass_on            none: a ring's caller writes its own
 
 A group of None stands for one rank: the tensor comes back as it went in.
@@ -57,6 +58,17 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grads[0], ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange_rows(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange_rows(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
 def gather(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
     """The ranks' tensors joined along `dim` in rank order, on every rank; gradients are summed over ranks and split."""
     return x if group is None else _apply(_Gather, x, dim, group)
@@ -70,6 +82,14 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
     """Split along one dimension, send each part to its rank, join what arrives along another."""
     return x if group is None else _apply(_AllToAll, x, split_dim, concat_dim, group)
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Send the first `sent[0]` rows to rank 0 of the group, the next `sent[1]` to rank 1 and so on; what arrives, by rank.
+
+    `received` says how many rows come from each; any of the numbers may be 0.
+    """
+    return _apply(_ExchangeRows, x, sent, received, group)
 
 
 def pass_on(x: Tensor, group: ProcessGroup, tag: int = 0) -> Callable[[], Tensor]:
@@ -144,6 +164,12 @@ def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     own = x.new_empty((parts.shape[0] // num_ranks, *parts.shape[1:]))
     reduce_scatter_flat(own, parts.contiguous(), group=group)
     return own
+
+
+def _exchange_rows(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    arrived = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    return arrived
 
 
 def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:

@@ -17,18 +17,21 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-DATA = ("replicate", "shard")
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+DATA = ("replicate", "shard", "expert")
 """Axes along which ranks see different samples."""
 
 GROUPS = (
     ("pipeline",),
     ("replicate",),
+    ("expert",),
     ("context",),
     ("tensor",),
     ("shard", "context"),
-    ("shard", "context", "tensor"),
+    ("shard", "expert", "context"),
+    ("shard", "expert", "context", "tensor"),
     ("replicate", "shard", "context"),
+    ("replicate", "shard", "expert", "context"),
     AXES,
 )
 """Every set of axes along which something is ever communicated."""

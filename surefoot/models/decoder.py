@@ -1,4 +1,7 @@
-"""A decoder-only language model. Legend: B batch, L length, T = B·L tokens, D width, V vocabulary."""
+"""A decoder-only language model.
+
+Legend: B batch, L length, T = B·L tokens, D width, S width of the residual stream (D, or several D), V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from surefoot.blocks.base import FeedForwardConfig, MixerConfig, MixerState, Shared
+from surefoot.blocks.base import (
+    Connection,
+    ConnectionConfig,
+    FeedForward,
+    FeedForwardConfig,
+    Mixer,
+    MixerConfig,
+    MixerState,
+    Shared,
+)
+from surefoot.blocks.connections.add import AddConfig
 from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
 from surefoot.blocks.norm import RMSNorm
@@ -36,18 +49,21 @@ class DecoderConfig(Config):
     mixer_pattern: str = Field(
         default="m", min_length=1, description="as in wwwm (three of four layers have the mixer w)"
     )
-    ffn: FeedForwardConfig
+    ffn: FeedForwardConfig | None = Field(default=None, description="null where ffn_pattern has no f")
     other_ffns: dict[str, FeedForwardConfig] = Field(default={}, description="by the letter they have in ffn_pattern")
     ffn_pattern: str = Field(default="f", min_length=1, description="as in df (every second layer has the network d)")
     norm_eps: float = Field(default=1e-6, gt=0)
     norm_placement: NormPlacement = Field(
         default="pre", description="RMS norms before each part, after it, or both; never on the residual stream itself"
     )
+    norm_offset: Literal[0, 1] = Field(
+        default=0, description="what is added to the weights of norms for their scales (1 in Gemma)"
+    )
     arrangement: Literal["sequential", "parallel"] = Field(
         default="sequential", description="parallel: mixer and network read the same normed input (Wang, 2021)"
     )
     embedding_scale: float = Field(default=1.0, gt=0, description="multiplies embeddings")
-    residual_scale: float = Field(default=1.0, gt=0, description="multiplies what a part adds to the residual stream")
+    connection: ConnectionConfig = Field(default=AddConfig(), description="how parts meet the residual stream")
     logit_scale: float = Field(default=1.0, gt=0, description="multiplies logits, before the softcap")
     logit_softcap: float | None = Field(
         default=None, gt=0, description="logits become this times tanh(logits / this) (Gemma 2, 2024)"
@@ -71,9 +87,30 @@ class DecoderConfig(Config):
     def _patterns_fit(self) -> Self:
         self._check_pattern("mixer_pattern", self.mixer_pattern, "m", "other_mixers", self.other_mixers)
         self._check_pattern("ffn_pattern", self.ffn_pattern, "f", "other_ffns", self.other_ffns)
+        if (self.ffn is None) == ("f" in self.ffn_pattern):
+            remedy = "has an f, so ffn is needed" if self.ffn is None else "has no f, so ffn would be nowhere"
+            raise FieldError("ffn_pattern", self.ffn_pattern, remedy)
         for layer in range(self.depth):
             if self.mixer_of(layer) is None and self.ffn_of(layer) is None:
                 raise FieldError("ffn_pattern", self.ffn_pattern, f"leaves layer {layer} without mixer and network")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_read_was_left(self) -> Self:
+        writers: dict[str, MixerConfig] = {}
+        for layer in range(self.depth):
+            if (mixer := self.mixer_of(layer)) is None:
+                continue
+            if (name := mixer.needs_shared) is not None:
+                if name not in writers:
+                    raise FieldError(
+                        "mixer_pattern",
+                        self.mixer_pattern,
+                        f"has layer {layer} read {name}, which no earlier layer leaves",
+                    )
+                mixer.check_writer(writers[name])
+            if (name := mixer.leaves_shared) is not None:
+                writers[name] = mixer
         return self
 
     @model_validator(mode="after")
@@ -81,6 +118,16 @@ class DecoderConfig(Config):
         if self.arrangement == "parallel" and self.norm_placement == "post":
             raise FieldError("norm_placement", "post", "needs arrangement=sequential; use pre or sandwich")
         return self
+
+    @property
+    def stream_width(self) -> int:
+        """Numbers a token between layers."""
+        return self.width * self.connection.num_streams
+
+    def expand(self, x_BLD: Tensor) -> Tensor:
+        """Embeddings to the residual stream (B, L, S): as many copies as it has vectors."""
+        num = self.connection.num_streams
+        return x_BLD if num == 1 else x_BLD.repeat(1, 1, num)
 
     def _check_pattern(self, field: str, pattern: str, first: str, where: str, others: Mapping[str, Config]) -> None:
         if self.depth % len(pattern):
@@ -139,42 +186,50 @@ class Layer(nn.Module):
         one_norm = config.arrangement == "parallel" and mixer is not None
 
         def norm(wanted: bool) -> RMSNorm | None:
-            return RMSNorm(config.width, config.norm_eps) if wanted else None
+            return RMSNorm(config.width, config.norm_eps, offset=config.norm_offset) if wanted else None
 
+        # In a parallel layer the network reads what the mixer reads, and one connection adds both.
+        parts = 1 if config.arrangement == "parallel" else 2
+
+        def connection(number: int, wanted: bool) -> Connection | None:
+            return config.connection.build(width=config.width, index=parts * index + number) if wanted else None
+
+        self.connect_mixer = connection(0, mixer is not None)
         self.norm_mixer = norm(before and mixer is not None)
         self.mixer = None if mixer is None else mixer.build(width=config.width, output_scale=output_scale)
         self.norm_mixer_out = norm(after and mixer is not None)
+        self.connect_ffn = connection(parts - 1, ffn is not None and not one_norm)
         self.norm_ffn = norm(before and ffn is not None and not one_norm)
         self.ffn = None if ffn is None else ffn.build(width=config.width, output_scale=output_scale)
         self.norm_ffn_out = norm(after and ffn is not None)
 
     def forward(
-        self, x_BLD: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
+        self, x_BLS: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
     ) -> tuple[Tensor, Shared]:
-        """(B, L, D) to (B, L, D), and what later layers may read: what earlier ones left, and this one.
+        """The stream (B, L, S) to the stream after it, and what this layer leaves for later ones to read.
 
-        Both are returned, so that a wrapper of layers sees all through which gradients come.
+        Both are returned, so that a wrapper of layers sees all through which gradients come. What earlier layers left is not
+        passed on: through FSDP it would come out as a view, on which its hooks may be lost.
         """
-        shared = dict(shared or {})
-        normed_BLD = _through(self.norm_mixer, x_BLD)
-        y_BLD = x_BLD
-        if self.mixer is not None:
-            y_BLD = self._add(y_BLD, self.mixer(normed_BLD, docs, state, shared), self.norm_mixer_out)
-        if self.ffn is not None:
-            is_parallel = self.config.arrangement == "parallel" and self.mixer is not None
-            input_BLD = normed_BLD if is_parallel else _through(self.norm_ffn, y_BLD)
-            y_BLD = self._add(y_BLD, self.ffn(input_BLD), self.norm_ffn_out)
-        return y_BLD, shared
-
-    def _add(self, x_BLD: Tensor, part_BLD: Tensor, norm: RMSNorm | None) -> Tensor:
-        part_BLD = _through(norm, part_BLD)
-        scale = self.config.residual_scale
-        return x_BLD + part_BLD if scale == 1 else x_BLD.add(part_BLD, alpha=scale)
+        found = dict(shared or {})
+        shared = dict(found)
+        if self.connect_mixer is not None and self.mixer is not None:
+            read_BLD, write = self.connect_mixer(x_BLS)
+            normed_BLD = _through(self.norm_mixer, read_BLD)
+            y_BLD = _through(self.norm_mixer_out, self.mixer(normed_BLD, docs, state, shared))
+            if self.connect_ffn is None and self.ffn is not None:
+                y_BLD = y_BLD + _through(self.norm_ffn_out, self.ffn(normed_BLD))
+            x_BLS = write(y_BLD)
+        if self.connect_ffn is not None and self.ffn is not None:
+            read_BLD, write = self.connect_ffn(x_BLS)
+            x_BLS = write(_through(self.norm_ffn_out, self.ffn(_through(self.norm_ffn, read_BLD))))
+        return x_BLS, {name: left for name, left in shared.items() if found.get(name) is not left}
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""
         mixer = 0.0 if self.mixer is None else self.mixer.flops(length, causal=causal)
-        return mixer + (0.0 if self.ffn is None else self.ffn.flops())
+        connections = sum(one.flops() for one in (self.connect_mixer, self.connect_ffn) if one is not None)
+        return mixer + (0.0 if self.ffn is None else self.ffn.flops()) + connections
 
 
 def _through(norm: RMSNorm | None, x_BLD: Tensor) -> Tensor:
@@ -193,7 +248,7 @@ class Decoder(nn.Module):
         std = config.width**-0.5 if config.tied else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = RMSNorm(config.width, config.norm_eps, offset=config.norm_offset)
         tied = self.embedding.weight if config.tied else None
         self.head = Head(
             config.vocab_size,
@@ -213,11 +268,12 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
-        x_BLD: Tensor = self.embedding(tokens_BL, dtype or self.embedding.weight.dtype)
+        x_BLS = self.config.expand(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype))
         shared: Shared = {}
         for index, layer in enumerate(self.layers):
-            x_BLD, shared = layer(x_BLD, docs, states[index] if states is not None else None, shared)
-        hidden: Tensor = self.norm(x_BLD)
+            x_BLS, left = layer(x_BLS, docs, states[index] if states is not None else None, shared)
+            shared = shared | left
+        hidden: Tensor = self.norm(self.config.connection.collapse(x_BLS))
         return hidden
 
     def loss(
@@ -241,6 +297,14 @@ class Decoder(nn.Module):
         return [
             None if layer.mixer is None else layer.mixer.new_state(batch, length, dtype) for layer in self._layers()
         ]
+
+    def mixers(self) -> list[Mixer]:
+        """Of the layers that have one, in order."""
+        return [layer.mixer for layer in self._layers() if layer.mixer is not None]
+
+    def ffns(self) -> list[FeedForward]:
+        """Of the layers that have one, in order."""
+        return [layer.ffn for layer in self._layers() if layer.ffn is not None]
 
     def _layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))

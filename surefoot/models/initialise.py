@@ -61,6 +61,15 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+def constant_starts(model: nn.Module) -> dict[str, float]:
+    """Where weights start whose entries all start alike, by full name: norm scales, gates, biases.
+
+    A check redraws them, since at their start a dropped one may not be seen.
+    """
+    starts = {full_name: block.initial[name] for full_name, block, name in named_weights(model)}
+    return {full_name: initial.mean for full_name, initial in starts.items() if initial.std == 0}
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every weight in place."""

@@ -5,6 +5,7 @@ Legend: E experts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from surefoot.blocks.base import Router
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """In the order of layers."""
+    """In the order of layers; those of layers that lie on other ranks are on meta."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
@@ -29,12 +30,19 @@ def take_auxiliary(model: nn.Module) -> Tensor | None:
 
 
 def drain(model: nn.Module) -> list[float]:
-    """What was counted since the last call, as numbers to be added up over ranks: each router's loads, then its losses."""
+    """What was counted since the last call, as numbers to be added up over ranks: each router's loads, then its losses.
+
+    A router that lies on another rank counted nothing here.
+    """
     found = routers(model)
-    if not found:
-        return []
-    sums: list[float] = torch.cat([torch.cat((r.loads_E.double(), r.auxiliary.double()[None])) for r in found]).tolist()
-    forget(model)
+    sums = [0.0] * sum(router.num_experts + 1 for router in found)
+    here = [router for router in found if not router.loads_E.is_meta]
+    if here:
+        counted = torch.cat([torch.cat((r.loads_E.double(), r.auxiliary.double()[None])) for r in here]).tolist()
+        places = [place for router, run in zip(found, _places(found), strict=True) if router in here for place in run]
+        for place, number in zip(places, counted, strict=True):
+            sums[place] = number
+        forget(model)
     return sums
 
 
@@ -48,7 +56,8 @@ def forget(model: nn.Module) -> None:
 def balance(model: nn.Module, sums: Sequence[float]) -> None:
     """After an optimizer step: let each router adapt to what the whole step chose (`drain`, added up over ranks)."""
     for router, numbers in zip(routers(model), _parts(model, sums), strict=True):
-        router.balance(torch.tensor(numbers[:-1], dtype=torch.float64, device=router.loads_E.device))
+        if not router.loads_E.is_meta:
+            router.balance(torch.tensor(numbers[:-1], dtype=torch.float64, device=router.loads_E.device))
 
 
 def statistics(model: nn.Module, sums: Sequence[float], num_tokens: int) -> dict[str, float]:
@@ -80,9 +89,10 @@ def statistics(model: nn.Module, sums: Sequence[float], num_tokens: int) -> dict
 
 def _parts(model: nn.Module, sums: Sequence[float]) -> list[list[float]]:
     """The numbers of each router."""
-    parts, start = [], 0
-    for router in routers(model):
-        stop = start + router.num_experts + 1
-        parts.append(list(sums[start:stop]))
-        start = stop
-    return parts
+    return [[sums[place] for place in run] for run in _places(routers(model))]
+
+
+def _places(found: Sequence[Router]) -> list[range]:
+    """Where the numbers of each router are among those of all."""
+    stops = list(itertools.accumulate(router.num_experts + 1 for router in found))
+    return [range(stop - router.num_experts - 1, stop) for router, stop in zip(found, stops, strict=True)]

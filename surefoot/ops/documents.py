@@ -6,12 +6,27 @@ Legend: B batch, L length (queries), S keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 R = TypeVar("R")
+
+
+class Reach(NamedTuple):
+    """How far back a query sees: itself and the `window` - 1 tokens before it (None: all), and the `first` of its document."""
+
+    window: int | None = None
+    first: int = 0
+
+    @property
+    def most(self) -> int | None:
+        """The most keys that a query sees, None where nothing bounds them."""
+        return None if self.window is None else self.window + self.first
+
+
+EVERYTHING = Reach()
 
 
 class Documents:
@@ -46,6 +61,7 @@ class Documents:
             is_first_BS = torch.ones_like(self._ids_BS, dtype=torch.bool)
             is_first_BS[:, 1:] = self._ids_BS[:, 1:] != self._ids_BS[:, :-1]
             positions = index_BS - torch.where(is_first_BS, index_BS, 0).cummax(1).values
+        self._key_positions = positions
         self.positions = positions[..., start:]
         self.ids_BL = None if self._ids_BS is None else self._ids_BS[:, start:]
         self._derived: dict[object, Any] = {}
@@ -62,22 +78,30 @@ class Documents:
         value: R = self._derived[key]
         return value
 
-    def mask(self) -> Tensor:
-        """What each query may see, broadcastable to (B, heads, L, S): earlier tokens of its own document and itself."""
+    def mask(self, reach: Reach = EVERYTHING) -> Tensor:
+        """What each query may see, broadcastable to (B, heads, L, S): itself and earlier tokens of its document, in reach."""
         stop = self.start + self.length
-        return self.derive("mask", lambda: self.mask_between(slice(self.start, stop), slice(0, stop)))
+        return self.derive(("mask", reach), lambda: self.mask_between(slice(self.start, stop), slice(0, stop), reach))
 
-    def mask_between(self, queries: slice, keys: slice) -> Tensor:
+    def mask_between(self, queries: slice, keys: slice | Tensor, reach: Reach = EVERYTHING) -> Tensor:
         """What the queries of one run of the sequence may see of the keys of another, broadcastable as `mask` is."""
         if self.whole is not None:
             raise ValueError("a cut sequence holds some of the keys only: ask its whole")
         device = self.positions.device
         queries_L = torch.arange(queries.start, queries.stop, device=device)
-        keys_S = torch.arange(keys.start, keys.stop, device=device)
+        keys_S = torch.arange(keys.start, keys.stop, device=device) if isinstance(keys, slice) else keys
         mask = (queries_L[:, None] >= keys_S)[None, None]
+        if reach.window is not None:
+            is_first = (self._key_positions[..., keys] < reach.first).view(-1, 1, 1, len(keys_S))
+            mask = mask & (is_first | (queries_L[:, None] - keys_S < reach.window))
         if self._ids_BS is not None:
             mask = mask & (self._ids_BS[:, None, queries, None] == self._ids_BS[:, None, None, keys])
         return mask
+
+    def over(self, num_keys: int) -> Documents:
+        """The same queries where of all keys so far `num_keys` are left: what is not kept any more is as if it had not been."""
+        start = num_keys - self.length
+        return self if start == self.start else Documents(None, self.length, start=start, device=self.positions.device)
 
     def run(self, start: int, stop: int) -> Documents:
         """The queries from `start` to `stop` by themselves, over all keys up to `stop`. For a sequence that starts at 0."""

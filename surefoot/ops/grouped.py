@@ -18,6 +18,8 @@ from surefoot.ops.matmul import mm
 class _GroupedLinear(torch.autograd.Function):
     """Each group's y = x Wᵀ in x's dtype; as in `ops.linear`, weights may be wider and narrow copies do not outlive a call."""
 
+    is_costly = True
+
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
         ctx.save_for_backward(x_RI, counts_E, weight_EOI)
@@ -53,7 +55,7 @@ def products(x_RI: Tensor, matrix_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """Each group of rows times its matrix."""
     if _has_kernel(x_RI, matrix_EIO):
         return F.grouped_mm(x_RI, matrix_EIO.to(x_RI.dtype), offs=_ends(counts_E))
-    sizes = counts_E.tolist()
+    sizes = sizes_of(counts_E, x_RI.shape[0])
     y_RO = x_RI.new_empty((x_RI.shape[0], matrix_EIO.shape[2]))
     for x, matrix, y in zip(x_RI.split(sizes), matrix_EIO, y_RO.split(sizes), strict=True):
         if len(x):
@@ -65,7 +67,7 @@ def outer_products(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor, weight_EOI: 
     """Each group's gᵀ x, shaped and typed like the weight; zero where a group is empty."""
     if _has_kernel(x_RI, weight_EOI):
         return F.grouped_mm(grad_RO.t(), x_RI, offs=_ends(counts_E)).to(weight_EOI.dtype)
-    sizes = counts_E.tolist()
+    sizes = sizes_of(counts_E, x_RI.shape[0])
     grad_EOI = torch.empty_like(weight_EOI)
     for grad, x, out in zip(grad_RO.split(sizes), x_RI.split(sizes), grad_EOI, strict=True):
         if len(x):
@@ -73,6 +75,15 @@ def outer_products(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor, weight_EOI: 
         else:
             out.zero_()
     return grad_EOI
+
+
+def sizes_of(counts_E: Tensor, num_rows: int) -> list[int]:
+    """The counts as numbers; on meta, where nobody knows them, `num_rows` shared out as evenly as can be."""
+    if counts_E.is_meta:
+        each, rest = divmod(num_rows, counts_E.numel())
+        return [each + (number < rest) for number in range(counts_E.numel())]
+    sizes: list[int] = counts_E.tolist()
+    return sizes
 
 
 def _has_kernel(x_RI: Tensor, matrix_EIO: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.ops.autograd import apply
+from surefoot.ops.autograd import apply, is_taped
 from surefoot.ops.matmul import mm
 
 
@@ -21,6 +21,8 @@ class _Linear(torch.autograd.Function):
     The narrow copy of the weights lives only inside the call and is made again in backward: it costs 6 bytes of traffic
     a weight, and holding it would cost 2 bytes of memory a weight.
     """
+
+    is_costly = True
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, *weights_OI: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ def linear(x: Tensor, *weights_OI: Tensor) -> Tensor:
     Several weights that read the same input run as one larger GEMM. Gradients of the weights keep the weights' dtype.
     """
     x_NI = x.reshape(-1, x.shape[-1])
-    if weights_OI[0].dtype is x.dtype and x.dtype is not torch.bfloat16:
+    # The same products either way; only calls of `apply` can be kept for a second run.
+    if weights_OI[0].dtype is x.dtype and x.dtype is not torch.bfloat16 and not is_taped():
         y_NO = F.linear(x_NI, weights_OI[0] if len(weights_OI) == 1 else torch.cat(weights_OI))
     else:
         y_NO = apply(_Linear, x_NI, *weights_OI)

@@ -6,7 +6,9 @@ different keys merge to the part over both, which is the softmax over all keys o
 
 Parts are in at least fp32 whatever the inputs are.
 
-Legend: B batch, I queries, J keys, H query heads, G key-value heads, R = H / G, K head size.
+Of `Scores` only scale and softcap are looked at: what is in reach, `seen` says.
+
+Legend: B batch, I queries, J keys, H query heads, G key-value heads, R = H / G, K head size, V size of a value.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from surefoot.ops.matmul import widens_bf16
+from surefoot.ops.scores import PLAIN, Scores
 
 _BLOCK_BYTES = 1 << 24
 """Scores held at once by the plain form."""
@@ -26,18 +29,19 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend_part(
-    q_BHIK: Tensor, k_BGJK: Tensor, v_BGJK: Tensor, seen_B1IJ: Tensor | None = None
+    q_BHIK: Tensor, k_BGJK: Tensor, v_BGJV: Tensor, seen_B1IJ: Tensor | None = None, scores: Scores = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, I, K) and log-sum-exp (B, H, I) over these keys; `seen` hides some of them.
+    """Output (B, H, I, V) and log-sum-exp (B, H, I) over these keys; `seen` hides some of them.
 
     A query that sees none of them has output 0 and log-sum-exp -inf. fp32 on a CPU, and bf16 where its products are
-    widened, run torch's fused kernel; everything else the plain form.
+    widened, run torch's fused kernel where there is no softcap and values are as large as keys; all else the plain form.
     """
-    q_BHIK, k_BGJK, v_BGJK = _operands(q_BHIK, k_BGJK, v_BGJK)
-    if not _has_kernel(q_BHIK):
-        return attend_part_plain(q_BHIK, k_BGJK, v_BGJK, seen_B1IJ)
-    k_BHJK, v_BHJK = (_for_each_query_head(x, q_BHIK) for x in (k_BGJK, v_BGJK))
-    y_BHIK, lse_BHI = _FLASH(q_BHIK, k_BHJK, v_BHJK, attn_mask=_bias(seen_B1IJ, q_BHIK))
+    q_BHIK, k_BGJK, v_BGJV = _operands(q_BHIK, k_BGJK, v_BGJV)
+    if not _has_kernel(q_BHIK, v_BGJV, scores):
+        return attend_part_plain(q_BHIK, k_BGJK, v_BGJV, seen_B1IJ, scores)
+    k_BHJK, v_BHJK = (_for_each_query_head(x, q_BHIK) for x in (k_BGJK, v_BGJV))
+    scale = scores.factor(q_BHIK.shape[-1])
+    y_BHIK, lse_BHI = _FLASH(q_BHIK, k_BHJK, v_BHJK, attn_mask=_bias(seen_B1IJ, q_BHIK), scale=scale)
     if seen_B1IJ is not None:
         # The kernel calls the log-sum-exp of nothing 0.
         lse_BHI = lse_BHI.masked_fill(~seen_B1IJ.any(-1), float("-inf"))
@@ -45,22 +49,23 @@ def attend_part(
 
 
 def attend_part_backward(
-    dy_BHIK: Tensor,
+    dy_BHIV: Tensor,
     q_BHIK: Tensor,
     k_BGJK: Tensor,
-    v_BGJK: Tensor,
-    y_BHIK: Tensor,
+    v_BGJV: Tensor,
+    y_BHIV: Tensor,
     lse_BHI: Tensor,
     seen_B1IJ: Tensor | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys add to the gradients of q, k and v, given the merged `y` and `lse` of all keys."""
-    q_BHIK, k_BGJK, v_BGJK = _operands(q_BHIK, k_BGJK, v_BGJK)
-    if not _has_kernel(q_BHIK):
-        return attend_part_backward_plain(dy_BHIK, q_BHIK, k_BGJK, v_BGJK, y_BHIK, lse_BHI, seen_B1IJ)
-    k_BHJK, v_BHJK = (_for_each_query_head(x, q_BHIK) for x in (k_BGJK, v_BGJK))
-    bias = _bias(seen_B1IJ, q_BHIK)
+    q_BHIK, k_BGJK, v_BGJV = _operands(q_BHIK, k_BGJK, v_BGJV)
+    if not _has_kernel(q_BHIK, v_BGJV, scores):
+        return attend_part_backward_plain(dy_BHIV, q_BHIK, k_BGJK, v_BGJV, y_BHIV, lse_BHI, seen_B1IJ, scores)
+    k_BHJK, v_BHJK = (_for_each_query_head(x, q_BHIK) for x in (k_BGJK, v_BGJV))
+    bias, scale = _bias(seen_B1IJ, q_BHIK), scores.factor(q_BHIK.shape[-1])
     dq_BHIK, dk_BHJK, dv_BHJK = _FLASH_BACKWARD(
-        dy_BHIK.to(q_BHIK.dtype), q_BHIK, k_BHJK, v_BHJK, y_BHIK, lse_BHI, 0.0, False, attn_mask=bias
+        dy_BHIV.to(q_BHIK.dtype), q_BHIK, k_BHJK, v_BHJK, y_BHIV, lse_BHI, 0.0, False, attn_mask=bias, scale=scale
     )
     num_groups = k_BGJK.shape[1]
     return dq_BHIK, *(x.unflatten(1, (num_groups, -1)).sum(2) for x in (dk_BHJK, dv_BHJK))
@@ -75,49 +80,53 @@ def merge(y_BHIK: Tensor, lse_BHI: Tensor, other_y_BHIK: Tensor, other_lse_BHI: 
 
 
 def attend_part_plain(
-    q_BHIK: Tensor, k_BGJK: Tensor, v_BGJK: Tensor, seen_B1IJ: Tensor | None = None
+    q_BHIK: Tensor, k_BGJK: Tensor, v_BGJV: Tensor, seen_B1IJ: Tensor | None = None, scores: Scores = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """`attend_part` written out, some queries at a time; for any device and dtype."""
     wide = torch.promote_types(q_BHIK.dtype, torch.float32)
-    y_BHIK = q_BHIK.new_empty(q_BHIK.shape, dtype=wide)
+    y_BHIV = q_BHIK.new_empty((*q_BHIK.shape[:3], v_BGJV.shape[-1]), dtype=wide)
     lse_BHI = q_BHIK.new_empty(q_BHIK.shape[:3], dtype=wide)
     for rows in _blocks(q_BHIK, k_BGJK, wide):
-        scores_BHIJ = _scores(q_BHIK[:, :, rows], k_BGJK, seen_B1IJ, rows, wide)
+        scores_BHIJ, _ = _scores(q_BHIK[:, :, rows], k_BGJK, seen_B1IJ, rows, scores)
         top_BHI1 = scores_BHIJ.amax(-1, keepdim=True)
         top_BHI1 = top_BHI1.masked_fill(top_BHI1 == float("-inf"), 0)
         p_BHIJ = scores_BHIJ.sub_(top_BHI1).exp_()
         total_BHI1 = p_BHIJ.sum(-1, keepdim=True)
         # The top score alone adds 1: less than that is nothing seen.
-        y_BHIK[:, :, rows] = _times(p_BHIJ.to(v_BGJK.dtype), v_BGJK).to(wide) / total_BHI1.clamp_min(1)
+        y_BHIV[:, :, rows] = _times(p_BHIJ.to(v_BGJV.dtype), v_BGJV).to(wide) / total_BHI1.clamp_min(1)
         lse_BHI[:, :, rows] = (total_BHI1.log() + top_BHI1)[..., 0]
-    return y_BHIK, lse_BHI
+    return y_BHIV, lse_BHI
 
 
 def attend_part_backward_plain(
-    dy_BHIK: Tensor,
+    dy_BHIV: Tensor,
     q_BHIK: Tensor,
     k_BGJK: Tensor,
-    v_BGJK: Tensor,
-    y_BHIK: Tensor,
+    v_BGJV: Tensor,
+    y_BHIV: Tensor,
     lse_BHI: Tensor,
     seen_B1IJ: Tensor | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_part_backward` written out, some queries at a time; for any device and dtype."""
     wide, dtype = torch.promote_types(q_BHIK.dtype, torch.float32), q_BHIK.dtype
     dq_BHIK = torch.empty_like(q_BHIK, dtype=wide)
-    dk_BGJK, dv_BGJK = (torch.zeros_like(x, dtype=wide) for x in (k_BGJK, v_BGJK))
-    wide_dy_BHIK, wide_v_BGJK, num_groups = dy_BHIK.to(wide), v_BGJK.to(wide), k_BGJK.shape[1]
-    delta_BHI1 = (wide_dy_BHIK * y_BHIK).sum(-1, keepdim=True)
-    scale = q_BHIK.shape[-1] ** -0.5
+    dk_BGJK, dv_BGJV = (torch.zeros_like(x, dtype=wide) for x in (k_BGJK, v_BGJV))
+    wide_dy_BHIV, wide_v_BGJV, num_groups = dy_BHIV.to(wide), v_BGJV.to(wide), k_BGJK.shape[1]
+    delta_BHI1 = (wide_dy_BHIV * y_BHIV).sum(-1, keepdim=True)
+    scale = scores.factor(q_BHIK.shape[-1])
     for rows in _blocks(q_BHIK, k_BGJK, wide):
-        scores_BHIJ = _scores(q_BHIK[:, :, rows], k_BGJK, seen_B1IJ, rows, wide)
+        scores_BHIJ, slope_BHIJ = _scores(q_BHIK[:, :, rows], k_BGJK, seen_B1IJ, rows, scores)
         p_BHIJ = scores_BHIJ.sub_(lse_BHI[:, :, rows, None]).exp_()
-        dv_BGJK += _times_t(p_BHIJ.to(dtype), dy_BHIK[:, :, rows].to(dtype), num_groups)
-        dp_BHIJ = _times(wide_dy_BHIK[:, :, rows], wide_v_BGJK.mT)
-        ds_BHIJ = dp_BHIJ.sub_(delta_BHI1[:, :, rows]).mul_(p_BHIJ).mul_(scale).to(dtype)
+        dv_BGJV += _times_t(p_BHIJ.to(dtype), dy_BHIV[:, :, rows].to(dtype), num_groups)
+        dp_BHIJ = _times(wide_dy_BHIV[:, :, rows], wide_v_BGJV.mT)
+        ds_BHIJ = dp_BHIJ.sub_(delta_BHI1[:, :, rows]).mul_(p_BHIJ).mul_(scale)
+        if slope_BHIJ is not None:
+            ds_BHIJ.mul_(slope_BHIJ)
+        ds_BHIJ = ds_BHIJ.to(dtype)
         dq_BHIK[:, :, rows] = _times(ds_BHIJ, k_BGJK).to(wide)
         dk_BGJK += _times_t(ds_BHIJ, q_BHIK[:, :, rows], num_groups)
-    return dq_BHIK, dk_BGJK, dv_BGJK
+    return dq_BHIK, dk_BGJK, dv_BGJV
 
 
 def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -126,8 +135,9 @@ def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors) if is_widened else tensors
 
 
-def _has_kernel(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype is torch.float32
+def _has_kernel(q: Tensor, v: Tensor, scores: Scores) -> bool:
+    is_known = scores.softcap is None and q.shape[-1] == v.shape[-1]
+    return is_known and q.device.type == "cpu" and q.dtype is torch.float32
 
 
 def _for_each_query_head(x_BGJK: Tensor, q_BHIK: Tensor) -> Tensor:
@@ -146,11 +156,19 @@ def _blocks(q_BHIK: Tensor, k_BGJK: Tensor, wide: torch.dtype) -> Iterator[slice
         yield slice(start, min(start + size, length))
 
 
-def _scores(q_BHIK: Tensor, k_BGJK: Tensor, seen_B1IJ: Tensor | None, rows: slice, wide: torch.dtype) -> Tensor:
-    scores_BHIJ = _times(q_BHIK.to(wide) * q_BHIK.shape[-1] ** -0.5, k_BGJK.to(wide).mT)
+def _scores(
+    q_BHIK: Tensor, k_BGJK: Tensor, seen_B1IJ: Tensor | None, rows: slice, scores: Scores
+) -> tuple[Tensor, Tensor | None]:
+    """Scores, -inf where nothing is seen, and the slope of the softcap."""
+    wide, slope_BHIJ = torch.promote_types(q_BHIK.dtype, torch.float32), None
+    scores_BHIJ = _times(q_BHIK.to(wide) * scores.factor(q_BHIK.shape[-1]), k_BGJK.to(wide).mT)
+    if scores.softcap is not None:
+        tanh_BHIJ = scores_BHIJ.div_(scores.softcap).tanh_()
+        slope_BHIJ = 1 - tanh_BHIJ.square()
+        scores_BHIJ = tanh_BHIJ.mul_(scores.softcap)
     if seen_B1IJ is not None:
         scores_BHIJ.masked_fill_(~seen_B1IJ[:, :, rows], float("-inf"))
-    return scores_BHIJ
+    return scores_BHIJ, slope_BHIJ
 
 
 def _times(left_BHIX: Tensor, right_BGXY: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from surefoot.config import CheckpointError, Config
 from surefoot.dist.layout import Box, Place
 
 Role: TypeAlias = Literal["matrix", "vocabulary", "vector"]
+
+COUNTING_AXES = frozenset({"streams", "taps"})
+"""Axes that count alternatives and span no space: a weight along one of them and a space is a few vectors, not a map."""
 State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -59,7 +62,7 @@ class Param:
         """What the axes make of it: one row a token, a map between spaces, or a scale along one space."""
         if "vocab" in self.axes:
             return "vocabulary"
-        return "matrix" if len(self.axes) >= 2 else "vector"
+        return "matrix" if len([axis for axis in self.axes if axis not in COUNTING_AXES]) >= 2 else "vector"
 
 
 def gradients_of(params: Iterable[Param]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.dist.layout import Box, Layout, Place
 from surefoot.dist.mesh import Mesh
 
-AXES = ("shard", "context", "tensor")
+AXES = ("shard", "expert", "context", "tensor")
 """Axes that may cut a weight. Ranks along the others hold copies, and each set of them does the work for itself."""
 
 

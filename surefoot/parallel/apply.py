@@ -1,5 +1,5 @@
-"""The order of passes, in one place: narrow products -> swap attention -> cut weights -> collectives around blocks -> take this
-rank's stages -> shard -> materialise -> initialise.
+"""The order of passes, in one place: narrow products -> swap attention and dispatch -> cut weights -> collectives around
+blocks -> take this rank's stages -> recompute -> shard -> materialise -> initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.dist.collectives import max_
-from surefoot.dist.mesh import Mesh
+from surefoot.dist.mesh import DATA, Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
-from surefoot.parallel import context, pipeline, shard, tensor
+from surefoot.parallel import context, expert, pipeline, shard, tensor
 from surefoot.parallel.copies import Copies
+from surefoot.parallel.cut import cut_weights
 from surefoot.parallel.pipeline import Feed, Pipeline, Stage
 from surefoot.parallel.plan import Plan
+from surefoot.parallel.recompute import Recomputation, recompute
 from surefoot.parallel.shard import DataParallel, Local
 from surefoot.precision import swap
 from surefoot.precision.meter import Meter
@@ -74,6 +76,7 @@ class Laid:
     data_parallel: DataParallel
     passes: Passes
     copies: Copies | None
+    recomputation: Recomputation | None
     meter: Meter | None
 
     @property
@@ -118,6 +121,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: Pr
         model = config.build()
     pipeline.check(model, plan)
     tensor.check(model, plan.tensor, sequence_length)
+    expert.check(model, plan.expert)
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
     chunks = 2 * plan.context if plan.context > 1 else 1
     swap.check(
@@ -145,7 +149,7 @@ def lay_out(
     """Build, cut, shard and initialise a model, weights in `dtype`; every rank of the mesh calls it at the same time."""
     with torch.device("meta"):
         model = config.build().to(dtype)
-    layouts = tensor.layouts_of(model, plan.tensor)
+    layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
     bounds = pipeline.bounds_of(model, plan.num_stages, sequence_length)
     meter = swap.swap(
@@ -153,15 +157,19 @@ def lay_out(
         precision,
         cut=tensor.cut_dim,
         sharing=Sharing(
-            tokens=lambda amax: max_(amax, mesh.group("replicate", "shard", "context")),
+            tokens=lambda amax: max_(amax, mesh.group(*DATA, "context")),
+            expert_tokens=lambda amax: max_(amax, mesh.group("replicate", "shard", "context")),
             features=lambda amax: max_(amax, mesh.group("tensor")),
         ),
         device=device,
     )
     context.apply(model, mesh, plan.context_kind)
+    expert.apply(model, mesh)
+    cut_weights(model, mesh, layouts)
     tensor.apply(model, mesh, layouts)
     stages = pipeline.stages_of(plan, model, mesh, bounds)
     modules: Sequence[Decoder | Stage] = stages or [model]
+    recomputation = recompute(plan.recompute, modules)
     for module in modules:
         shard.wrap(plan, module, mesh, device)
         materialise(module, device)
@@ -173,10 +181,10 @@ def lay_out(
             local.part.copy_(full[local.layout.box(mesh.grid, mesh.coordinates).slices])
     data_parallel.after_step()
     if not stages:
-        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, meter)
-    passes = Pipeline(plan, stages, mesh, config.width, device)
+        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation, meter)
+    passes = Pipeline(plan, stages, mesh, config.stream_width, device)
     copies = Copies(plan, mesh, data_parallel) if config.tied else None
-    return Laid(model, mesh, data_parallel, passes, copies, meter)
+    return Laid(model, mesh, data_parallel, passes, copies, recomputation, meter)
 
 
 def _named_layers(model: Decoder) -> list[tuple[str, nn.Module]]:

@@ -8,11 +8,14 @@ softmax mixer is swapped for one of
     ulysses    heads for sequence and back: all of the sequence for some of the heads           (Jacobs et al., 2023)
     ring       keys and values go round a ring, one rank's at a time, parts are merged            (Liu et al., 2023)
 
+A mixer with a state carries it from chunk to chunk instead (`ContextRuns`): each rank tells all what its chunks make of nothing,
+and works out what comes before its own.
+
 A rank holds all keys in gather, all of the sequence for 1/n of the heads in ulysses, 1/n of the keys (twice) in ring.
 What is sent never depends on the data; only what is computed does.
 
-Legend: B batch, L this rank's length, S whole length, H query heads, G key-value heads, K head size, I queries and J keys
-of a chunk.
+Legend: B batch, L this rank's length, S whole length, H query heads, G key-value heads, K head size, V size of a value, X size
+of whichever, I queries and J keys of a chunk.
 """
 
 from __future__ import annotations
@@ -25,15 +28,19 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from surefoot.blocks.base import Mixer, Router
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import all_to_all, gather, pass_on, sum_
 from surefoot.dist.mesh import Mesh
-from surefoot.ops.attention import attend
+from surefoot.models.initialise import named_weights
+from surefoot.ops.attention import Attend, attend
 from surefoot.ops.autograd import apply as differentiably
-from surefoot.ops.documents import Documents
+from surefoot.ops.documents import EVERYTHING, Documents, Reach
 from surefoot.ops.partial_attention import attend_part, attend_part_backward, merge
+from surefoot.ops.runs import Runs
+from surefoot.ops.scores import PLAIN, Scores
 
 Kind = Literal["gather", "ulysses", "ring"]
 
@@ -42,7 +49,12 @@ _SEQUENCE, _HEADS = 1, 2
 
 @runtime_checkable
 class _HoldsAttend(Protocol):
-    attend: Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
+    attend: Attend
+
+
+@runtime_checkable
+class _HoldsRuns(Protocol):
+    runs: Runs
 
 
 def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length: int) -> None:
@@ -54,14 +66,19 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
     for name, mixer in model.named_modules():
         if not isinstance(mixer, Mixer):
             continue
+        if isinstance(mixer, _HoldsRuns):
+            _check_runs(name, mixer, size, sequence_length)
+            continue
         if not isinstance(mixer, _HoldsAttend):
             raise ConfigError(
-                "plan.context", size, f"{name} ({type(mixer).__name__}) mixes without attention; use plan.context=1"
+                "plan.context",
+                size,
+                f"{name} ({type(mixer).__name__}) has no form for a cut sequence; use plan.context=1",
             )
-        for weight, axes in mixer.axes.items():
-            for axis, length in zip(axes, getattr(mixer, weight).shape, strict=True):
+        for _, block, weight in named_weights(mixer):
+            for axis, length in zip(block.axes[weight], getattr(block, weight).shape, strict=True):
                 if axis in {"heads", "kv_heads"}:
-                    heads.append((length // mixer.units.get(axis, 1) // tensor, f"{axis} of {name}"))
+                    heads.append((length // block.units.get(axis, 1) // tensor, f"{axis} of {name}"))
 
     def is_legal(candidate: int) -> bool:
         divides = sequence_length % (2 * candidate * tensor) == 0
@@ -89,6 +106,17 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
         )
 
 
+def _check_runs(name: str, mixer: Mixer, size: int, sequence_length: int) -> None:
+    run = sequence_length // (2 * size)
+    if run < mixer.least_run:
+        raise ConfigError(
+            "plan.context",
+            size,
+            f"leaves chunks of {run} positions, and {name} needs {mixer.least_run}; use "
+            f"data.sequence_length={2 * size * mixer.least_run} or more",
+        )
+
+
 def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
     """Swap the attention of every mixer, and have routers count choices over whole sequences."""
     group = mesh.group("context")
@@ -99,6 +127,8 @@ def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
     for block in model.modules():
         if isinstance(block, Mixer) and isinstance(block, _HoldsAttend):
             block.attend = form
+        elif isinstance(block, Mixer) and isinstance(block, _HoldsRuns):
+            block.runs = ContextRuns(group, mesh.index("context"), mesh.size("context"))
         elif isinstance(block, Router):
             block.pool = lambda counts: sum_(counts.clone(), group)
 
@@ -125,6 +155,27 @@ def runs_of(rank: int, size: int, length: int) -> tuple[slice, ...]:
     return tuple(slice(chunk * run, (chunk + 1) * run) for chunk in chunks_of(rank, size))
 
 
+class ContextRuns:
+    """The two chunks that a rank holds, among those of all ranks of a group."""
+
+    num_runs = 2
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.size = group, size
+        self.own = chunks_of(rank, size)
+
+    def spread(self, x_BR: Tensor) -> Tensor:
+        """See `Runs.spread`."""
+        by_rank = gather(x_BR.contiguous(), 1, self.group)
+        numbers = [chunk for rank in range(self.size) for chunk in chunks_of(rank, self.size)]
+        places = sorted(range(len(numbers)), key=numbers.__getitem__)
+        return by_rank[:, places]
+
+    def pick(self, x_BA: Tensor) -> Tensor:
+        """See `Runs.pick`."""
+        return x_BA[:, list(self.own)]
+
+
 class ContextAttention(ABC):
     """Attention of this rank's queries over the keys of all ranks of a group."""
 
@@ -133,14 +184,31 @@ class ContextAttention(ABC):
         self._by_rank = [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
         self._by_place = sorted(range(2 * size), key=self._by_rank.__getitem__)
 
-    def __call__(self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, docs: Documents) -> Tensor:
-        """(B, L, H, K). `docs` are those of a cut sequence, as `cut` gives them."""
+    def __call__(
+        self,
+        q_BLHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGV: Tensor,
+        docs: Documents,
+        scores: Scores = PLAIN,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """(B, L, H, V), of this rank's keys (S = L). `docs` are those of a cut sequence, as `cut` gives them."""
         if docs.whole is None:
             raise ValueError("a context-parallel model wants sequences that are cut (parallel.context.cut)")
-        return self.attend(q_BLHK, k_BLGK, v_BLGK, docs, docs.whole)
+        return self.attend(q_BLHK, k_BSGK, v_BSGV, docs, docs.whole, scores, sinks_H)
 
     @abstractmethod
-    def attend(self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, docs: Documents, whole: Documents) -> Tensor:
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGV: Tensor,
+        docs: Documents,
+        whole: Documents,
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         """The attention itself."""
 
     def in_place(self, x_BSHK: Tensor) -> Tensor:
@@ -157,13 +225,28 @@ class ContextAttention(ABC):
 class Gather(ContextAttention):
     """Keys and values of all ranks; their gradients are summed where they came from."""
 
-    def attend(self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, docs: Documents, whole: Documents) -> Tensor:
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGV: Tensor,
+        docs: Documents,
+        whole: Documents,
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         """A chunk's queries are the last of the keys that they may see, as in decoding."""
-        num_groups = k_BLGK.shape[_HEADS]
-        kv_BSGK = self.in_place(gather(torch.cat((k_BLGK, v_BLGK), _HEADS), _SEQUENCE, self.group))
-        k_BSGK, v_BSGK = kv_BSGK.split(num_groups, _HEADS)
+        kv_BSGX = self.in_place(gather(torch.cat((k_BLGK, v_BLGV), -1), _SEQUENCE, self.group))
+        k_BSGK, v_BSGV = kv_BSGX.split((k_BLGK.shape[-1], v_BLGV.shape[-1]), -1)
         y = [
-            attend(q_BIHK, k_BSGK[:, : run.stop], v_BSGK[:, : run.stop], whole.run(run.start, run.stop))
+            attend(
+                q_BIHK,
+                k_BSGK[:, : run.stop],
+                v_BSGV[:, : run.stop],
+                whole.run(run.start, run.stop),
+                scores,
+                sinks_H,
+            )
             for q_BIHK, run in zip(q_BLHK.chunk(2, _SEQUENCE), docs.runs, strict=True)
         ]
         return torch.cat(y, _SEQUENCE)
@@ -172,27 +255,55 @@ class Gather(ContextAttention):
 class Ulysses(ContextAttention):
     """All of the sequence for this rank's share of the heads."""
 
-    def attend(self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, docs: Documents, whole: Documents) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGV: Tensor,
+        docs: Documents,  # noqa: ARG002
+        whole: Documents,
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         """Query heads go where their key-value heads go: both are shared out in order."""
-        shares = [x.unflatten(_HEADS, (self.size, -1)) for x in (q_BLHK, k_BLGK, v_BLGK)]
+        size = max(q_BLHK.shape[-1], v_BLGV.shape[-1])
+        shares = [
+            F.pad(x, (0, size - x.shape[-1])).unflatten(_HEADS, (self.size, -1)) for x in (q_BLHK, k_BLGK, v_BLGV)
+        ]
         heads = torch.cat(shares, _HEADS + 1).flatten(_HEADS, _HEADS + 1)
         some = self.in_place(all_to_all(heads, _HEADS, _SEQUENCE, self.group))
-        q_BSHK, k_BSGK, v_BSGK = some.split([share.shape[_HEADS + 1] for share in shares], _HEADS)
-        y_BSHK = self.by_rank(attend(q_BSHK, k_BSGK, v_BSGK, whole))
-        return all_to_all(y_BSHK, _SEQUENCE, _HEADS, self.group)
+        q_BSHK, k_BSGK, v_BSGV = (
+            x_BSHX[..., : of.shape[-1]]
+            for x_BSHX, of in zip(
+                some.split([share.shape[_HEADS + 1] for share in shares], _HEADS), (q_BLHK, k_BLGK, v_BLGV), strict=True
+            )
+        )
+        own_sinks_H = None if sinks_H is None else sinks_H.chunk(self.size)[self.rank]
+        y_BSHV = self.by_rank(attend(q_BSHK, k_BSGK, v_BSGV, whole, scores, own_sinks_H))
+        return all_to_all(y_BSHV, _SEQUENCE, _HEADS, self.group)
 
 
 class Ring(ContextAttention):
     """Keys and values of one rank at a time, sent on while they are used."""
 
-    def attend(self, q_BLHK: Tensor, k_BLGK: Tensor, v_BLGK: Tensor, docs: Documents, whole: Documents) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGV: Tensor,
+        docs: Documents,  # noqa: ARG002
+        whole: Documents,
+        scores: Scores,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         """Heads first inside."""
-        y_BHLK: Tensor = differentiably(
-            _RingFunction, *(x.transpose(1, 2) for x in (q_BLHK, k_BLGK, v_BLGK)), self, whole
-        )
-        return y_BHLK.transpose(1, 2)
+        q_BHLK, k_BGLK, v_BGLV = (x.transpose(1, 2) for x in (q_BLHK, k_BLGK, v_BLGV))
+        y_BHLV: Tensor = differentiably(_RingFunction, q_BHLK, k_BGLK, v_BGLV, sinks_H, self, whole, scores)
+        return y_BHLV.transpose(1, 2)
 
-    def pairs(self, source: int, whole: Documents) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    def pairs(
+        self, source: int, whole: Documents, reach: Reach = EVERYTHING
+    ) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """This rank's runs of queries against `source`'s runs of keys, where they see anything: where each lies on its
         rank, and what is seen (None: everything)."""
         length = whole.length
@@ -202,8 +313,8 @@ class Ring(ContextAttention):
             for keys, key_run in zip(here, runs_of(source, self.size, length), strict=True):
                 if key_run.start > query_run.start:
                     continue
-                key = ("seen", query_run.start, key_run.start)
-                is_any, seen = whole.derive(key, partial(_seen, whole, query_run, key_run))
+                key = ("seen", query_run.start, key_run.start, reach)
+                is_any, seen = whole.derive(key, partial(_seen, whole, query_run, key_run, reach))
                 if is_any:
                     yield queries, keys, seen
 
@@ -211,54 +322,85 @@ class Ring(ContextAttention):
 class _RingFunction(torch.autograd.Function):
     """Forward keeps the merged log-sum-exp; backward goes round again, with the gradients of what goes round behind it."""
 
-    @staticmethod
-    def forward(ctx: Any, q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor, ring: Ring, whole: Documents) -> Tensor:
-        wide = torch.promote_types(q_BHLK.dtype, torch.float32)
-        y_BHLK = torch.zeros_like(q_BHLK, dtype=wide, memory_format=torch.contiguous_format)
-        lse_BHL = q_BHLK.new_full(q_BHLK.shape[:3], float("-inf"), dtype=wide)
-        kv = torch.stack((k_BGLK, v_BGLK))
-        ctx.save_for_backward(q_BHLK, kv, y_BHLK, lse_BHL)
-        ctx.ring, ctx.whole = ring, whole
-        for source, is_last in _sources(ring):
-            arrival = None if is_last else pass_on(kv, ring.group)
-            for queries, keys, seen in ring.pairs(source, whole):
-                part = attend_part(q_BHLK[:, :, queries], kv[0, :, :, keys], kv[1, :, :, keys], seen)
-                y_BHLK[:, :, queries], lse_BHL[:, :, queries] = merge(
-                    y_BHLK[:, :, queries], lse_BHL[:, :, queries], *part
-                )
-            kv = kv if arrival is None else arrival()
-        return y_BHLK.to(q_BHLK.dtype)
+    is_costly = True
+    communicates = True
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q_BHLK, kv, y_BHLK, lse_BHL = ctx.saved_tensors
+    def forward(
+        ctx: Any,
+        q_BHLK: Tensor,
+        k_BGLK: Tensor,
+        v_BGLV: Tensor,
+        sinks_H: Tensor | None,
+        ring: Ring,
+        whole: Documents,
+        scores: Scores,
+    ) -> Tensor:
+        wide = torch.promote_types(q_BHLK.dtype, torch.float32)
+        y_BHLV = q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BGLV.shape[-1]), dtype=wide)
+        lse_BHL = q_BHLK.new_full(q_BHLK.shape[:3], float("-inf"), dtype=wide)
+        kv = torch.cat((k_BGLK, v_BGLV), -1)
+        kv_here = kv
+        for source, is_last in _sources(ring):
+            arrival = None if is_last else pass_on(kv, ring.group)
+            k, v = _parted(kv, q_BHLK)
+            for queries, keys, seen in ring.pairs(source, whole, scores.reach):
+                part = attend_part(q_BHLK[:, :, queries], k[:, :, keys], v[:, :, keys], seen, scores)
+                y_BHLV[:, :, queries], lse_BHL[:, :, queries] = merge(
+                    y_BHLV[:, :, queries], lse_BHL[:, :, queries], *part
+                )
+            kv = kv if arrival is None else arrival()
+        if sinks_H is not None:
+            # One more part, whose output is 0.
+            sinks_BHL = sinks_H.to(wide)[:, None].expand_as(lse_BHL)
+            y_BHLV, lse_BHL = merge(y_BHLV, lse_BHL, torch.zeros_like(y_BHLV), sinks_BHL)
+        ctx.save_for_backward(q_BHLK, kv_here, y_BHLV, lse_BHL, sinks_H)
+        ctx.ring, ctx.whole, ctx.scores = ring, whole, scores
+        return y_BHLV.to(q_BHLK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]:
+        q_BHLK, kv, y_BHLV, lse_BHL, sinks_H = ctx.saved_tensors
         ring, dtype = ctx.ring, q_BHLK.dtype
-        dq_BHLK = torch.zeros_like(y_BHLK)
+        dq_BHLK = torch.zeros_like(q_BHLK, dtype=y_BHLV.dtype, memory_format=torch.contiguous_format)
+        dsinks_H = None
+        if sinks_H is not None:
+            along_BHL = torch.linalg.vecdot(grads[0].to(y_BHLV.dtype), y_BHLV)
+            sunk_BHL = (sinks_H.to(y_BHLV.dtype)[:, None] - lse_BHL).exp()
+            dsinks_H = -(sunk_BHL * along_BHL).sum((0, 2)).to(sinks_H.dtype)
         homecoming: Callable[[], Tensor] | None = None
         for source, is_last in _sources(ring):
             arrival = None if is_last else pass_on(kv, ring.group)
-            dkv = torch.zeros_like(kv, dtype=y_BHLK.dtype)
-            for queries, keys, seen in ring.pairs(source, ctx.whole):
+            dkv = torch.zeros_like(kv, dtype=y_BHLV.dtype)
+            (k, v), (dk_here, dv_here) = _parted(kv, q_BHLK), _parted(dkv, q_BHLK)
+            for queries, keys, seen in ring.pairs(source, ctx.whole, ctx.scores.reach):
                 dq, dk, dv = attend_part_backward(
                     grads[0][:, :, queries],
                     q_BHLK[:, :, queries],
-                    kv[0, :, :, keys],
-                    kv[1, :, :, keys],
-                    y_BHLK[:, :, queries],
+                    k[:, :, keys],
+                    v[:, :, keys],
+                    y_BHLV[:, :, queries],
                     lse_BHL[:, :, queries],
                     seen,
+                    ctx.scores,
                 )
                 dq_BHLK[:, :, queries] += dq
-                dkv[0, :, :, keys] += dk
-                dkv[1, :, :, keys] += dv
+                dk_here[:, :, keys] += dk
+                dv_here[:, :, keys] += dv
             # What the ranks before added for this source arrived meanwhile; after the last it goes home.
             if homecoming is not None:
                 dkv += homecoming()
             homecoming = pass_on(dkv, ring.group, tag=1)
             kv = kv if arrival is None else arrival()
         assert homecoming is not None
-        dk_BGLK, dv_BGLK = homecoming().to(dtype)
-        return dq_BHLK.to(dtype), dk_BGLK, dv_BGLK, None, None
+        dk_BGLK, dv_BGLV = _parted(homecoming().to(dtype), q_BHLK)
+        return dq_BHLK.to(dtype), dk_BGLK, dv_BGLV, dsinks_H, None, None, None
+
+
+def _parted(kv_BGLX: Tensor, q_BHLK: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the keys, which are as large as queries, and of the values."""
+    size = q_BHLK.shape[-1]
+    return kv_BGLX[..., :size], kv_BGLX[..., size:]
 
 
 def _sources(ring: Ring) -> Iterator[tuple[int, bool]]:
@@ -267,7 +409,7 @@ def _sources(ring: Ring) -> Iterator[tuple[int, bool]]:
         yield (ring.rank - step) % ring.size, step == ring.size - 1
 
 
-def _seen(whole: Documents, queries: slice, keys: slice) -> tuple[bool, Tensor | None]:
+def _seen(whole: Documents, queries: slice, keys: slice, reach: Reach) -> tuple[bool, Tensor | None]:
     """Whether these queries see any of these keys, and which (None: all)."""
-    mask = whole.mask_between(queries, keys)
+    mask = whole.mask_between(queries, keys, reach)
     return bool(mask.any()), None if bool(mask.all()) else mask

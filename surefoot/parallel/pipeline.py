@@ -7,7 +7,7 @@ stages. Layers are shared out so that the largest stage costs least, the head co
 A head that shares the embedding's weight lies on the last stage, the embedding on the first: the last keeps a copy, whose
 gradient is added to the owner's and which is brought up to date after each step (`parallel.copies`).
 
-Legend: B batch, L this rank's length of the sequence, D width.
+Legend: B batch, L this rank's length of the sequence, S width of the residual stream.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from surefoot.blocks.base import Mixer, Router
+from surefoot.blocks.base import Mixer
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
+from surefoot.models.routing import take_auxiliary
+from surefoot.ops.autograd import apply as differentiably
 from surefoot.ops.documents import Documents
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.schedules import SINGLE, V_SHAPED, Schedule
@@ -44,13 +46,8 @@ Feed = tuple[Tensor, Tensor, Documents]
 
 
 def check(model: Decoder, plan: Plan) -> None:
-    """`ConfigError` where the model has fewer layers than there are stages, or routers. The model may be on meta."""
+    """`ConfigError` where the model has fewer layers than there are stages. The model may be on meta."""
     depth = len(model.layers)
-    routed = next((name for name, module in model.named_modules() if isinstance(module, Router)), None)
-    if plan.pipeline > 1 and routed is not None:
-        raise ConfigError(
-            "plan.pipeline", plan.pipeline, f"does not carry the losses of routers yet ({routed}); use plan.pipeline=1"
-        )
     reader = next(
         (name for name, module in model.named_modules() if isinstance(module, Mixer) and module.reads_shared), ""
     )
@@ -103,6 +100,13 @@ def indexes_of(plan: Plan, rank: int) -> list[int]:
     return list(range(rank, plan.num_stages, plan.pipeline))
 
 
+def rank_of(plan: Plan, index: int) -> int | None:
+    """The pipeline rank that holds a stage; None where there is no such stage."""
+    if not 0 <= index < plan.num_stages:
+        return None
+    return next(rank for rank in range(plan.pipeline) if index in indexes_of(plan, rank))
+
+
 def stages_of(plan: Plan, model: Decoder, mesh: Mesh, bounds: Sequence[int]) -> list[Stage]:
     """This rank's stages of a model on meta; none without a pipeline."""
     if plan.pipeline == 1:
@@ -118,7 +122,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: Decoder, index: int, bounds: Sequence[int]) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.config = index, model.config
         self.is_first, self.is_last = index == 0, index == len(bounds) - 2
         self.embedding = model.embedding if self.is_first else None
         self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(bounds[index], bounds[index + 1])})
@@ -138,19 +142,40 @@ class Stage(nn.Module):
         self._feeds, self._num_tokens, self._dtype = feeds, num_tokens, dtype
         self.sums = (0.0, 0.0)
 
-    def forward(self, x_BLD: Tensor, number_1: Tensor) -> Tensor:
-        """Micro-batch `number_1`: the first stage reads its tokens, not `x_BLD`; the last returns (1,), its share of the
+    def forward(self, x_BLS: Tensor, number_1: Tensor) -> Tensor:
+        """Micro-batch `number_1`: the first stage reads its tokens, not `x_BLS`; the last returns (1,), its share of the
         step's objective."""
         tokens_BL, targets_BL, docs = self._feeds[int(number_1)]
         if self.embedding is not None:
-            x_BLD = self.embedding(tokens_BL, self._dtype)
+            x_BLS = self.config.expand(self.embedding(tokens_BL, self._dtype))
         for layer in self.layers.values():
-            x_BLD, _ = layer(x_BLD, docs)
+            x_BLS, _ = layer(x_BLS, docs)
+        auxiliary = take_auxiliary(self)
         if self.norm is None or self.head is None:
-            return x_BLD
-        objective, sums = self.head.loss(self.norm(x_BLD), targets_BL)
+            return x_BLS if auxiliary is None else _with_loss(x_BLS, auxiliary / self._num_tokens)
+        objective, sums = self.head.loss(self.norm(self.config.connection.collapse(x_BLS)), targets_BL)
         self.sums = (self.sums[0] + sums.nll.item(), self.sums[1] + sums.z.item())
+        objective = objective if auxiliary is None else objective + auxiliary
         return objective.reshape(1) / self._num_tokens  # no view: FSDP hooks on what a stage returns
+
+
+class _WithLoss(torch.autograd.Function):
+    """A copy, since FSDP hooks on what a stage returns and warns of views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), dtype=ctx.dtype, device=grads[0].device)
+
+
+def _with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x, whose backward pass is also that of `loss`: the step's objective has losses that arise before the last stage."""
+    with_loss: Tensor = differentiably(_WithLoss, x, loss)
+    return with_loss
 
 
 class Pipeline:
@@ -166,7 +191,7 @@ class Pipeline:
         schedule = self._schedule(feeds, dtype)
         for stage in self.stages:
             stage.begin(feeds, num_tokens, dtype)
-        numbers = torch.arange(len(feeds))
+        numbers = torch.tensor(range(len(feeds)))  # from Python, so that a dry run knows them too
         first = (numbers,) if self.stages[0].is_first else ()
         schedule.step(
             *first, target=numbers if self.stages[-1].is_last else None, number_1=numbers, return_outputs=False
@@ -180,25 +205,20 @@ class Pipeline:
             stage.begin(feeds, 1, dtype)
         sent = []
         for number in range(len(feeds)):
-            x_BLD = torch.empty(0)
+            x_BLS = torch.empty(0)
             for stage in self.stages:
-                source, target = self._rank_of(stage.index - 1), self._rank_of(stage.index + 1)
+                source, target = (rank_of(self._plan, stage.index + way) for way in (-1, 1))
                 if source not in (None, self._mesh.index("pipeline")):
-                    x_BLD = torch.empty(self._shape(feeds[number]), dtype=dtype, device=self.device)
-                    dist.recv(x_BLD, group=self._group, group_src=source)
-                x_BLD = stage(x_BLD, torch.tensor([number]))
+                    x_BLS = torch.empty(self._shape(feeds[number]), dtype=dtype, device=self.device)
+                    dist.recv(x_BLS, group=self._group, group_src=source)
+                x_BLS = stage(x_BLS, torch.tensor([number]))
                 if target not in (None, self._mesh.index("pipeline")):
-                    x_BLD = x_BLD.contiguous()
-                    sent.append((dist.isend(x_BLD, group=self._group, group_dst=target), x_BLD))
+                    x_BLS = x_BLS.contiguous()
+                    sent.append((dist.isend(x_BLS, group=self._group, group_dst=target), x_BLS))
         for work, _ in sent:
             if work is not None:
                 work.wait()
         return self.stages[-1].sums[0]
-
-    def _rank_of(self, index: int) -> int | None:
-        if not 0 <= index < self._plan.num_stages:
-            return None
-        return next(rank for rank in range(self._plan.pipeline) if index in indexes_of(self._plan, rank))
 
     def _shape(self, feed: Feed) -> tuple[int, int, int]:
         """Of what passes between stages: tensor parallelism cuts the sequence there."""

@@ -9,15 +9,16 @@ from pydantic import Field, model_validator
 from surefoot.config import Config, FieldError
 from surefoot.dist.mesh import AXES, Grid
 from surefoot.parallel.context import Kind
+from surefoot.parallel.recompute import RecomputeConfig
 from surefoot.parallel.schedules import SINGLE, SPLIT_BACKWARD, V_SHAPED, Schedule, takes
 
 
 class Plan(Config):
-    """A layout over `pipeline` x `replicate` x `shard` x `context` x `tensor` ranks. Any legal plan trains the same model as
-    one process.
+    """A layout over `pipeline` x `replicate` x `shard` x `expert` x `context` x `tensor` ranks. Any legal plan trains the same
+    model as one process.
 
-    `replicate` and `shard` cut the batch; `context` cuts each sequence; `tensor` cuts each layer's heads, feed-forward width
-    and vocabulary, and the sequence between them; `pipeline` shares out the layers.
+    `replicate`, `shard` and `expert` cut the batch; `expert` also shares out experts; `context` cuts each sequence; `tensor` cuts
+    each layer's heads, feed-forward width and vocabulary, and the sequence between them; `pipeline` shares out the layers.
     """
 
     replicate: int = Field(
@@ -26,11 +27,16 @@ class Plan(Config):
     shard: int = Field(default=1, ge=1, description="ranks that share the copy of what `zero` names")
     zero: Literal[1, 2, 3] = Field(
         default=3,
-        description="what is cut over `shard` ranks (ZeRO, Rajbhandari et al., 2020): 1 optimizer state, 2 also gradients, "
-        "3 also weights",
+        description="what is cut over `shard` x `expert` ranks (ZeRO, Rajbhandari et al., 2020): 1 optimizer state, 2 also "
+        "gradients, 3 also weights",
     )
     reshard: int | None = Field(
         default=None, ge=2, description="ranks over which weights stay cut between forward and backward; null: all"
+    )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="data ranks that share out the experts of routed networks; other weights are kept as over `shard`",
     )
     context: int = Field(
         default=1,
@@ -52,6 +58,9 @@ class Plan(Config):
     stages_per_rank: int | None = Field(
         default=None, ge=1, description="runs of layers a pipeline rank holds; 1 in gpipe and 1f1b, 2 in the others"
     )
+    recompute: RecomputeConfig = Field(
+        default=RecomputeConfig(), description="which activations are made again in backward instead of being kept"
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -66,6 +75,12 @@ class Plan(Config):
             )
         if self.stages_per_rank is not None:
             self._refuse_stages(self.stages_per_rank)
+        if self.recompute.mode == "budget" and self.pipeline > 1:
+            raise FieldError(
+                "recompute.mode",
+                "budget",
+                "is not possible with pipeline above 1, whose micro-batches in flight differ by stage; use selective",
+            )
         return self
 
     def _refuse_stages(self, count: int) -> None:
@@ -113,12 +128,17 @@ class Plan(Config):
     @property
     def num_data_ranks(self) -> int:
         """Parts into which a batch is cut."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.expert
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share the keeping of what `zero` names: `expert` ranks do, of all weights but the experts."""
+        return self.shard * self.expert > 1
 
     @property
     def is_fully_sharded(self) -> bool:
         """Whether FSDP2 holds the weights."""
-        return self.shard > 1 and self.zero > 1
+        return self.is_sharded and self.zero > 1
 
     @property
     def keeps_weights_cut(self) -> bool:
@@ -142,10 +162,12 @@ class Plan(Config):
             )
         if self.context > 1:
             parts.append(f"{self.context_kind} attention")
-        if self.shard > 1:
+        if self.is_sharded:
             parts.append(f"ZeRO-{self.zero}" + (f" (reshard {self.reshard})" if self.reshard else ""))
             if self.zero == 3 and not self.keeps_weights_cut:
                 parts[-1] += f" with weights whole during a step, as {self.schedule} needs"
+        if self.recompute.mode != "none":
+            parts.append(self.recompute.describe())
         said = ", ".join(parts) or "one process"
         if self.context == 1 and self.context_kind != "gather":
             said += f" (context_kind {self.context_kind} has no effect with context 1)"

@@ -11,15 +11,18 @@ samples or another part of the sequence. What differs is what each rank keeps:
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from surefoot.blocks.base import Experts
 from surefoot.dist.collectives import gather_flat, reduce_scatter_flat, sum_all_
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import Grid, Mesh
@@ -29,16 +32,26 @@ from surefoot.parallel.pipeline import Stage
 from surefoot.parallel.plan import Plan
 
 REPLICAS = ("replicate",)
-SHARDS = ("shard", "context")
+SHARDS = ("shard", "expert", "context")
 """Axes over which ZeRO cuts: context-parallel ranks hold the same weights, so they share the keeping too."""
+
+EXPERT_SHARDS = ("shard", "context")
+"""The same for experts, where the `expert` ranks hold different ones."""
+
+
+def shards_of(layout: Layout) -> tuple[str, ...]:
+    """Axes over which ZeRO cuts one weight, and its gradient is summed: those that have not cut it already."""
+    return tuple(axis for axis in SHARDS if not layout.is_cut_along(axis))
 
 
 @dataclass
 class Local:
-    """A weight on this rank: `weight` computes, `part` is what the optimizer moves (the same tensor unless ZeRO-1)."""
+    """A weight on this rank: `weight` computes, cut as `computed`; `part` is what the optimizer moves, cut as `layout` (the
+    same tensor unless ZeRO-1)."""
 
     name: str
     axes: tuple[str, ...]
+    computed: Layout
     layout: Layout
     weight: nn.Parameter
     part: Tensor
@@ -94,7 +107,7 @@ class Replicated(DataParallel):
     """Every rank keeps everything; also what one process is."""
 
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        return Local(name, axes, layout, weight, weight)
+        return Local(name, axes, layout, layout, weight, weight)
 
     def reduce(self) -> None:
         """One sum over all data ranks."""
@@ -108,68 +121,111 @@ class Zero1(DataParallel):
 
     def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         super().__init__(modules, mesh, layouts)
-        # Of each weight every rank's rows, and the numbers in the largest part: what travels is padded to that.
-        self._rows = [self._rows_of(local.weight) for local in self.everything]
-        self._runs = [
-            rows[0].stop * math.prod(local.weight.shape[1:])
-            for rows, local in zip(self._rows, self.everything, strict=True)
+        self._families = [
+            _Family(mesh, axes, [local.weight for local in members], [local.part for local in members])
+            for axes, members in _by_shards(self.everything).items()
         ]
 
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        part = weight.detach()[self._rows_of(weight)[self.mesh.index(*SHARDS)]]
-        return Local(name, axes, layout.split(0, *SHARDS), weight, part)
-
-    def _rows_of(self, weight: Tensor) -> list[slice]:
-        """Each rank's rows of a weight that tensor parallelism has cut already."""
-        num_ranks = self.mesh.size(*SHARDS)
-        cut = Layout(tuple(weight.shape)).split(0, "shard")
-        grid = Grid({"shard": num_ranks})
-        return [cut.box(grid, grid.coordinates(rank)).slices[0] for rank in range(num_ranks)]
+        shards = shards_of(layout)
+        part = weight.detach()[_rows_of(weight, self.mesh.size(*shards))[self.mesh.index(*shards)]]
+        return Local(name, axes, layout, layout.split(0, *shards), weight, part)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum over replicas, then each rank receives the sums of its parts: one reduce-scatter of all weights."""
+        """Sum over replicas, then each rank receives the sums of its parts: one reduce-scatter of all weights cut alike."""
         gradients = [local.weight.grad for local in self.everything]
         sum_all_([gradient for gradient in gradients if gradient is not None], self.mesh.group(*REPLICAS))
-        by_rank = torch.cat(
-            [self._by_rank(local.weight, run) for local, run in zip(self.everything, self._runs, strict=True)], 1
-        )
-        own = by_rank.new_empty(by_rank.shape[1])
-        reduce_scatter_flat(own, by_rank.flatten(), group=self.mesh.group(*SHARDS))
-        for local, piece in zip(self.everything, own.split(self._runs), strict=True):
-            local.part.grad = piece[: local.part.numel()].view_as(local.part)
-            local.weight.grad = None
+        for family in self._families:
+            family.reduce()
         self._sum_over_tensor_ranks()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """One all-gather of all parts."""
-        own = torch.cat(
-            [_padded(local.part.reshape(-1), run) for local, run in zip(self.everything, self._runs, strict=True)]
+        """One all-gather of all parts cut alike."""
+        for family in self._families:
+            family.gather()
+
+
+class _Family:
+    """Weights whose rows are shared out over the same ranks, which travel together: of each every rank's rows, and the numbers
+    in the largest part, to which what travels is padded."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], weights: list[nn.Parameter], parts: list[Tensor]) -> None:
+        self.weights, self.parts = weights, parts
+        self.group, self.num_ranks = mesh.group(*axes), mesh.size(*axes)
+        self.rows = [_rows_of(weight, self.num_ranks) for weight in weights]
+        self.runs = [
+            rows[0].stop * math.prod(weight.shape[1:]) for rows, weight in zip(self.rows, weights, strict=True)
+        ]
+
+    def reduce(self) -> None:
+        """Sums of gradients to the parts."""
+        if self.num_ranks == 1:  # experts that no other rank holds: a part is all of the weight
+            for weight, part in zip(self.weights, self.parts, strict=True):
+                part.grad, weight.grad = torch.zeros_like(part) if weight.grad is None else weight.grad, None
+            return
+        by_rank = torch.cat(
+            [self._by_rank(weight, run) for weight, run in zip(self.weights, self.runs, strict=True)], 1
         )
-        whole = own.new_empty((self.mesh.size(*SHARDS), own.numel()))
-        gather_flat(whole.view(-1), own, group=self.mesh.group(*SHARDS))
-        for local, rows, by_rank in zip(self.everything, self._rows, whole.split(self._runs, 1), strict=True):
+        own = by_rank.new_empty(by_rank.shape[1])
+        reduce_scatter_flat(own, by_rank.flatten(), group=self.group)
+        for weight, part, piece in zip(self.weights, self.parts, own.split(self.runs), strict=True):
+            part.grad = piece[: part.numel()].view_as(part)
+            weight.grad = None
+
+    def gather(self) -> None:
+        """Parts to whole weights, of which a rank's own part is a view."""
+        if self.num_ranks == 1:
+            return
+        own = torch.cat([_padded(part.reshape(-1), run) for part, run in zip(self.parts, self.runs, strict=True)])
+        whole = own.new_empty((self.num_ranks, own.numel()))
+        gather_flat(whole.view(-1), own, group=self.group)
+        for weight, rows, by_rank in zip(self.weights, self.rows, whole.split(self.runs, 1), strict=True):
             for cut, run in zip(rows, by_rank, strict=True):
-                target = local.weight.detach()[cut]
+                target = weight.detach()[cut]
                 target.copy_(run[: target.numel()].view_as(target))
 
     def _by_rank(self, weight: Tensor, run: int) -> Tensor:
         """The gradient as one row for each rank, the last ones padded."""
         flat = (torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1)
-        num_ranks = self.mesh.size(*SHARDS)
-        return _padded(flat, num_ranks * run).view(num_ranks, run)
+        return _padded(flat, self.num_ranks * run).view(self.num_ranks, run)
+
+
+def _by_shards(members: Iterable[Local]) -> dict[tuple[str, ...], list[Local]]:
+    """Weights by the axes over which they are shared out, in an order that all ranks share."""
+    found: dict[tuple[str, ...], list[Local]] = {}
+    for local in members:
+        # ZeRO-1's own cut of a part is the last; what cut the weight before it decides.
+        found.setdefault(shards_of(local.computed), []).append(local)
+    return found
+
+
+def _rows_of(weight: Tensor, num_ranks: int) -> list[slice]:
+    """Each rank's rows of a weight that other axes have cut already."""
+    cut, grid = Layout(tuple(weight.shape)).split(0, "shard"), Grid({"shard": num_ranks})
+    return [cut.box(grid, grid.coordinates(rank)).slices[0] for rank in range(num_ranks)]
 
 
 class FullySharded(DataParallel):
-    """FSDP2 (Zhao et al., 2023) over the data ranks, one unit a layer and one for what surrounds them."""
+    """FSDP2 (Zhao et al., 2023) over the data ranks, one unit a layer and one for what surrounds them; under expert
+    parallelism also one for each layer's experts, over the ranks that hold the same ones."""
 
     @staticmethod
     def wrap(module: Decoder | Stage, mesh: Mesh, *, device_type: str, reshard_after_forward: bool | int) -> None:
         """Make FSDP2 units of a model or stage that may still be on meta."""
-        parts = (REPLICAS, SHARDS) if mesh.size(*REPLICAS) > 1 else (SHARDS,)
-        device_mesh = mesh.device_mesh(device_type, *parts)
-        for unit in (*module.layers.children(), module):
+        replicas = (REPLICAS,) if mesh.size(*REPLICAS) > 1 else ()
+        data_mesh = mesh.device_mesh(device_type, *replicas, SHARDS)
+        units: list[tuple[nn.Module, DeviceMesh]] = [(unit, data_mesh) for unit in (*module.layers.children(), module)]
+        if mesh.size("expert") > 1:
+            expert_mesh = mesh.device_mesh(device_type, *replicas, EXPERT_SHARDS)
+            experts = [block for block in module.modules() if isinstance(block, Experts)]
+            units = [*((block, expert_mesh) for block in experts), *units]
+        # A layer hands on what earlier ones left, which are views to FSDP2; it warns of writing into them, and nothing does.
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
+        )
+        for unit, device_mesh in units:
             fully_shard(unit, mesh=device_mesh, reshard_after_forward=unit is not module and reshard_after_forward)
             assert isinstance(unit, FSDPModule)
             # The loss is divided by the step's tokens before backward: ranks add up. gloo has no scaled sum.
@@ -180,7 +236,7 @@ class FullySharded(DataParallel):
 
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
         assert isinstance(weight, DTensor)
-        return Local(name, axes, layout.split(0, *SHARDS), weight, weight.to_local().detach())
+        return Local(name, axes, layout, layout.split(0, *shards_of(layout)), weight, weight.to_local().detach())
 
     def before_backward(self, *, is_last: bool) -> None:
         """Gradients stay whole until the last micro-batch, then are reduced as backward goes."""
@@ -196,6 +252,13 @@ class FullySharded(DataParallel):
             local.weight.grad = None
         self._sum_over_tensor_ranks()
 
+    def after_step(self) -> None:
+        """Let go of whole weights that a forward pass without a backward one (evaluation) has left: they are old now."""
+        for module in self.modules:
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
 
 def wrap(plan: Plan, module: Decoder | Stage, mesh: Mesh, device: torch.device) -> None:
     """What a strategy does to a model or stage before its weights have memory."""
@@ -208,7 +271,7 @@ def data_parallel(plan: Plan, modules: Sequence[nn.Module], mesh: Mesh, layouts:
     """The plan's strategy over what a rank holds, whose weights have memory."""
     if plan.is_fully_sharded:
         return FullySharded(modules, mesh, layouts)
-    return (Replicated if plan.shard == 1 else Zero1)(modules, mesh, layouts)
+    return (Zero1 if plan.is_sharded else Replicated)(modules, mesh, layouts)
 
 
 def _padded(flat: Tensor, length: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from surefoot.blocks.base import Block, FeedForward, Mixer
 from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
+from surefoot.blocks.norm import HeadsNorm
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import gather, max_, reduce_scatter, sum_
 from surefoot.dist.layout import Layout
@@ -28,7 +29,7 @@ from surefoot.dist.mesh import Mesh
 from surefoot.models.initialise import named_weights
 from surefoot.ops.loss import LossSums, VocabularyPart, linear_cross_entropy
 
-CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+CUT = frozenset({"heads", "kv_heads", "per_head", "norm_heads", "ffn", "vocab"})
 """Logical axes that tensor parallelism cuts. All but the vocabulary must divide: a head is never split."""
 
 _SEQUENCE = 1
@@ -50,7 +51,10 @@ def check(model: nn.Module, size: int, sequence_length: int) -> None:
         if not isinstance(block, Block):
             continue
         cut = [(weight, dim) for weight, axes in block.axes.items() if (dim := cut_dim(axes)) is not None]
-        if isinstance(block, Mixer | FeedForward) and not cut:
+        parts = [part for part in block.modules() if isinstance(part, Block)]
+        if isinstance(block, Mixer | FeedForward) and all(
+            cut_dim(axes) is None for part in parts for axes in part.axes.values()
+        ):
             raise ConfigError("plan.tensor", size, f"{name} has no axis among {sorted(CUT)} to cut; use plan.tensor=1")
         for weight, dim in cut:
             axis, length = block.axes[weight][dim], getattr(block, weight).shape[dim]
@@ -73,30 +77,23 @@ def layouts_of(model: nn.Module, size: int) -> dict[str, Layout]:
 
 
 def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
-    """Cut the weights of a model on meta and put the collectives around its blocks."""
+    """Put the collectives around the blocks of a model whose weights are cut."""
     group = mesh.group("tensor")
     if group is None:
         return
-    parts: dict[int, tuple[nn.Parameter, Layout]] = {}
-    for full_name, block, name in named_weights(model):
-        weight, layout = getattr(block, name), layouts[full_name]
-        box = layout.box(mesh.grid, mesh.coordinates)
-        parts[id(weight)] = (nn.Parameter(weight.new_empty(box.shape)), layout)
-    cut: dict[nn.Module, Layout] = {}
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            part, cut[module] = parts[id(weight)]
-            module.register_parameter(name, part)
+    vocabulary = next(layouts[name] for name, block, own in named_weights(model) if "vocab" in block.axes[own])
+    start = vocabulary.box(mesh.grid, mesh.coordinates).offset[0]
+    num_rows = -(-vocabulary.shape[0] // mesh.size("tensor"))
     for module in model.modules():
         if isinstance(module, Mixer | FeedForward):
             module.register_forward_pre_hook(_Gather(group))
             module.register_forward_hook(_Scatter(group))
-        elif isinstance(module, Embedding | Head):
-            start = cut[module].box(mesh.grid, mesh.coordinates).offset[0]
-            if isinstance(module, Embedding):
-                module.lookup = _Lookup(group, start)
-            else:
-                module.objective = _Objective(group, start, -(-cut[module].shape[0] // mesh.size("tensor")))
+        elif isinstance(module, HeadsNorm):
+            module.pool = lambda sums: gather(sums, -1, group).sum(-1, keepdim=True)
+        elif isinstance(module, Embedding):
+            module.lookup = _Lookup(group, start)
+        elif isinstance(module, Head):
+            module.objective = _Objective(group, start, num_rows)
 
 
 class _Gather:

@@ -3,6 +3,8 @@
 Every axis has a function of its own, which adds what the axis alone is the reason for; `docs/guide/scale.md` gives the same
 formulas in words. Payload is counted as `dist.count` counts it, and tests hold the two against each other.
 
+Under a pipeline a rank's weights, layers and ends are those of its stages.
+
 Legend: B samples of a micro-batch, S sequence length, L = S / context, D width; P_t numbers in a rank's tensor-parallel part.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -18,14 +21,16 @@ from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
 from surefoot.models.count import build_meta
-from surefoot.models.decoder import Decoder, DecoderConfig
+from surefoot.models.decoder import Decoder, DecoderConfig, Layer
 from surefoot.models.initialise import named_weights
+from surefoot.models.routing import routers
 from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
-from surefoot.parallel import tensor
+from surefoot.parallel import expert, tensor
+from surefoot.parallel.pipeline import EMBEDDING, Stage, bounds_of, indexes_of, rank_of
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.shard import REPLICAS, SHARDS
+from surefoot.parallel.shard import REPLICAS, shards_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class _Weight:
-    """One logical weight: how tensor parallelism cuts it, how the optimizer sees it, whether a layer owns it."""
+    """One logical weight, or a tied head's copy of it: how tensor parallelism cuts it, how the optimizer sees it, whether a layer
+    owns it."""
 
     param: Param
     cut: Layout
@@ -59,7 +65,13 @@ class _Step:
     """For each layer the rows of its query weights, and of its key and value weights, on this rank."""
     num_parts: int
     """Mixers and feed-forward networks."""
-    width: int
+    routed: list[tuple[int, int]]
+    """For each routed network its experts, and experts a token."""
+    router_numbers: int
+    """What routers of all stages have counted after a step."""
+    has_embedding: bool
+    has_head: bool
+    config: DecoderConfig
     sent: dict[Flow, float] = field(default_factory=dict)
 
     @property
@@ -90,7 +102,7 @@ class _Step:
     def padded(self, weight: _Weight) -> int:
         """Numbers of this rank's tensor-parallel part once its rows are filled up to divide over the shard ranks."""
         rows, *rest = weight.cut.box(self.grid, self.grid.coordinates(self.rank)).shape
-        num_ranks = self.grid.size(*SHARDS)
+        num_ranks = self.grid.size(*shards_of(weight.cut))
         return -(-rows // num_ranks) * num_ranks * math.prod(rest)
 
 
@@ -102,6 +114,8 @@ def traffic(
     _data(step)
     _tensor(step)
     _context(step)
+    _expert(step)
+    _pipeline(step)
     if isinstance(optim, MuonConfig):
         _whole_matrices(step)
     _agreement(step)
@@ -109,64 +123,103 @@ def traffic(
 
 
 def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
-    layouts = tensor.layouts_of(model, plan.tensor)
-    in_layers = {id(weight) for layer in model.layers for weight in layer.parameters()}
+    layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
+    modules: list[Decoder | Stage] = [model]
+    if plan.pipeline > 1:
+        bounds = bounds_of(model, plan.num_stages, work.sequence_length)
+        here = plan.grid.coordinates(rank)["pipeline"]
+        modules = [Stage(model, index, bounds) for index in indexes_of(plan, here)]
     weights = []
-    for name, block, own_name in named_weights(model):
-        weight, cut = getattr(block, own_name), layouts[name]
-        kept = cut if plan.shard == 1 else cut.split(0, *SHARDS)
-        weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
+    for module in modules:
+        in_layers = {id(weight) for weight in module.layers.parameters()}
+        for name, block, own_name in named_weights(module):
+            weight, cut = getattr(block, own_name), layouts[EMBEDDING if name not in layouts else name]
+            kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
+            weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
+    own_layers = [cast(Layer, layer) for module in modules for layer in module.layers.children()]
     layers = [
         tuple(
             sum(getattr(mixer, name).shape[0] for name, axes in mixer.axes.items() if axes[0] == axis) // plan.tensor
             for axis in ("heads", "kv_heads")
         )
-        for mixer in (layer.mixer for layer in model._layers() if layer.mixer is not None)
+        for mixer in (layer.mixer for layer in own_layers if layer.mixer is not None)
     ]
-    parts = [part for layer in model._layers() for part in (layer.mixer, layer.ffn) if part is not None]
-    return _Step(plan, work, rank, weights, [(q, kv) for q, kv in layers], len(parts), model.config.width)
+    routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
+    router_numbers = sum(router.num_experts + 1 for router in routers(model))
+    num_parts = sum(part is not None for layer in own_layers for part in (layer.mixer, layer.ffn))
+    has_embedding, has_head = (
+        any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
+    )
+    rows = [(q, kv) for q, kv in layers]
+    return _Step(
+        plan, work, rank, weights, rows, num_parts, routed, router_numbers, has_embedding, has_head, model.config
+    )
 
 
 def _data(step: _Step) -> None:
     """Gradients over the ranks that see other tokens, and the weights that those share."""
+    families: dict[tuple[str, ...], list[_Weight]] = {}
+    for weight in step.weights:
+        families.setdefault(shards_of(weight.cut), []).append(weight)
+    for shards, weights in families.items():
+        _family(step, shards, weights)
+
+
+def _family(step: _Step, shards: tuple[str, ...], weights: Sequence[_Weight]) -> None:
+    """The weights that the ranks along `shards` share."""
     plan, itemsize = step.plan, step.work.weights.itemsize
-    whole = itemsize * sum(step.numbers(weight.cut) for weight in step.weights)
+    whole = itemsize * sum(step.numbers(weight.cut) for weight in weights)
     padded = {
-        is_in_layer: itemsize * sum(step.padded(weight) for weight in step.weights if weight.is_in_layer == is_in_layer)
+        is_in_layer: itemsize * sum(step.padded(weight) for weight in weights if weight.is_in_layer == is_in_layer)
         for is_in_layer in (True, False)
     }
     everything = sum(padded.values())
-    if plan.shard == 1:
-        step.add((*REPLICAS, *SHARDS), "all-reduce", whole)
+    if not plan.is_sharded:
+        step.add((*REPLICAS, *shards), "all-reduce", whole)
     elif plan.zero == 1:
         step.add(REPLICAS, "all-reduce", whole)
-        step.add(SHARDS, "reduce-scatter", everything)
-        step.add(SHARDS, "all-gather", everything)
+        step.add(shards, "reduce-scatter", everything)
+        step.add(shards, "all-gather", everything)
+    elif plan.pipeline > 1:
+        # torch's stages keep a layer's weights whole after a backward pass for what comes next. So whatever the schedule, each
+        # forward pass but the last has one gather after it where they are cut then, and the first one before it.
+        num_passes = step.work.num_micro_batches if plan.keeps_weights_cut else 0
+        step.add(shards, "all-gather", everything + num_passes * padded[True])
+        step.add(shards, "reduce-scatter", everything)
+        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*shards))
     else:
         num_passes = step.work.num_micro_batches
-        step.add(SHARDS, "all-gather", num_passes * everything)  # for forward
+        step.add(shards, "all-gather", num_passes * everything)  # for forward
         # What surrounds the layers is gathered again for backward, always: `loss` calls the model's own forward, and FSDP2 lets
         # go of the weights after the outer of two calls.
-        step.add(SHARDS, "all-gather", num_passes * padded[False])
+        step.add(shards, "all-gather", num_passes * padded[False])
         if plan.reshard is not None:
             flow = Flow(("shard",), "all-gather")
             step.sent[flow] += num_passes * share_sent("all-gather", plan.reshard) * padded[True]
         elif plan.zero == 3:
-            step.add(SHARDS, "all-gather", num_passes * padded[True])
-        step.add(SHARDS, "reduce-scatter", everything)
-        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*SHARDS))
+            step.add(shards, "all-gather", num_passes * padded[True])
+        step.add(shards, "reduce-scatter", everything)
+        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*shards))
+
+
+def _expert(step: _Step) -> None:
+    """Each layer's rows to its experts and back, in forward and in backward, if all experts are wanted alike; how many first."""
+    axes, num_passes = ("expert",), step.work.num_micro_batches
+    for num_experts, top_k in step.routed:
+        rows = step.num_tokens * top_k * step.config.width * step.work.compute.itemsize
+        step.add(axes, "all-to-all", num_passes * (4 * rows + num_experts * torch.int64.itemsize))
 
 
 def _tensor(step: _Step) -> None:
     """The sequence around each mixer, feed-forward network, embedding and head; the loss; gradients of uncut weights."""
     axes, num_passes = ("tensor",), step.work.num_micro_batches
-    hidden = step.num_tokens * step.width * step.work.compute.itemsize
+    hidden = step.num_tokens * step.config.width * step.work.compute.itemsize
     # Forward gathers before and scatters after each of the two parts of a layer, backward the other way round; the embedding
     # scatters and the head gathers, and backward the other way round.
     for kind in ("all-gather", "reduce-scatter"):
-        step.add(axes, kind, num_passes * hidden * (2 * step.num_parts + 2))
+        step.add(axes, kind, num_passes * hidden * (2 * step.num_parts + step.has_embedding + step.has_head))
     # The largest logit, then the sum of exponentials and the target's logit, of each token.
-    step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide)
+    step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide * step.has_head)
     uncut = sum(step.numbers(weight.kept) for weight in step.weights if not weight.cut.is_cut_along("tensor"))
     step.add(axes, "all-reduce", uncut * step.work.weights.itemsize)
 
@@ -185,6 +238,22 @@ def _context(step: _Step) -> None:
         else:
             # Round once in forward and once in backward, and their gradients all the way home.
             step.add(axes, "send", 2 * (num_ranks - 1) * kv * narrow + num_ranks * kv * step.wide)
+
+
+def _pipeline(step: _Step) -> None:
+    """Activations to the next stage and their gradients to the one before, where those are elsewhere; a tied weight's copy."""
+    plan, here, axes = step.plan, step.grid.coordinates(step.rank)["pipeline"], ("pipeline",)
+    hidden = step.num_tokens // plan.tensor * step.config.stream_width * step.work.compute.itemsize
+    for index in indexes_of(plan, here):
+        others = [rank_of(plan, neighbour) for neighbour in (index - 1, index + 1)]
+        step.add(
+            axes, "send", step.work.num_micro_batches * hidden * sum(other not in (None, here) for other in others)
+        )
+    ends = rank_of(plan, 0), rank_of(plan, plan.num_stages - 1)
+    if step.config.tied and here in ends and ends[0] != ends[1]:
+        # Its gradient from the copy to the owner, its value back.
+        (part,) = (step.numbers(weight.kept) for weight in step.weights if weight.param.axes[0] == "vocab")
+        step.add(axes, "send", part * step.work.weights.itemsize)
 
 
 def _whole_matrices(step: _Step) -> None:
@@ -211,5 +280,5 @@ def _whole_matrices(step: _Step) -> None:
 
 
 def _agreement(step: _Step) -> None:
-    """Both sums of the loss and the squared gradient norm, in fp64."""
-    step.add(AXES, "all-reduce", 3 * torch.float64.itemsize)
+    """Both sums of the loss, the squared gradient norm, and each router's loads and loss, in fp64."""
+    step.add(AXES, "all-reduce", (3 + step.router_numbers) * torch.float64.itemsize)

@@ -19,8 +19,9 @@ _BLOCK, _HISTORY = 128, 16
 def weight_role(axes: tuple[str, ...]) -> WeightRole:
     """What a weight's axes say about the numbers it needs. Only a matrix may go below fp32 unless asked for.
 
-    The vocabulary's are embedding and head; a router's decide discretely; a state's set steps, decays and short convolutions,
-    which act over a whole sequence, or mix residual streams; vectors are norm scales and biases.
+    The vocabulary's are embedding and head; a router's decide discretely; a state's set steps, decays (RWKV-7's and KDA's
+    through a low rank, as their gates) and short convolutions, which act over a whole sequence, or mix residual streams;
+    vectors are norm scales and biases.
     """
     if "vocab" in axes:
         return "vocabulary"
@@ -28,7 +29,7 @@ def weight_role(axes: tuple[str, ...]) -> WeightRole:
         return "router"
     if len(axes) < 2:
         return "vector"
-    return "state" if {"taps", "per_head", "streams"} & set(axes) else "matrix"
+    return "state" if {"taps", "per_head", "streams", "rank"} & set(axes) else "matrix"
 
 
 class PrecisionConfig(Config):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from surefoot.blocks.base import Exact
-from surefoot.ops.autograd import apply
+from surefoot.ops.autograd import apply, is_again
 from surefoot.ops.grouped import outer_products, products
 from surefoot.ops.matmul import mm
 from surefoot.precision.formats import Tile, amax_of, quantise, scale_in_two_levels, scale_of
@@ -38,17 +38,29 @@ def alone(amax: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Where tiles may go on: `tokens` are shared out over some ranks, and those axes of weights that are cut over others."""
+    """Where tiles may go on: `tokens` are shared out over some ranks, and those axes of weights that are cut over others.
+    Of the tokens of one expert, no further than its copies lie: `expert_tokens`."""
 
     tokens: Maximum = alone
+    expert_tokens: Maximum = alone
     features: Maximum = alone
 
 
 class Operand:
-    """One operand of one weight's products. `cut` says for rows and columns which ranks hold the others."""
+    """One operand of one weight's products. `cut` says for rows and columns which ranks hold the others, `of_expert` which
+    hold other rows of the same group."""
 
-    def __init__(self, kind: Kind, meter: Meter, name: str, role: Role, cut: tuple[Maximum, Maximum]) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        meter: Meter,
+        name: str,
+        role: Role,
+        cut: tuple[Maximum, Maximum],
+        of_expert: Maximum = alone,
+    ) -> None:
         self._kind, self._meter, self._key, self._cut = kind, meter, (name, role), cut
+        self._of_expert = of_expert
         self._form = kind.form(role)
         self._tiles = {along_rows: kind.tile(role, along_rows=along_rows) for along_rows in (False, True)}
         self.is_symmetric = self._tiles[False] == self._tiles[True]
@@ -90,8 +102,7 @@ class Operand:
         group_R = torch.repeat_interleave(counts_E, output_size=x_RC.shape[0])
         amax_EC = x_RC.new_zeros((counts_E.shape[0], x_RC.shape[1]))
         amax_EC.scatter_reduce_(0, group_R[:, None].expand_as(x_RC), x_RC.abs(), "amax")
-        amax_EC = self._over_ranks(amax_EC.float(), tile)
-        scale_RC = scale_of(amax_EC, self._form.largest)[group_R]
+        scale_RC = scale_of(self._of_expert(amax_EC.float()), self._form.largest)[group_R]
         return quantise(x_RC, scale_RC, Tile(1, 1), self._form, x_RC.dtype, can_saturate=False).values
 
     def _over_ranks(self, amax: Tensor, tile: Tile) -> Tensor:
@@ -139,7 +150,7 @@ class Quantising:
     def _linear(self, x: Tensor, weights_OI: Mapping[str, Tensor]) -> Tensor:
         operands = [self.operands[name] for name in weights_OI]
         y_NO: Tensor = apply(
-            _Linear, self, operands, torch.is_grad_enabled(), x.reshape(-1, x.shape[-1]), *weights_OI.values()
+            _Linear, self, operands, _is_first_of_training(), x.reshape(-1, x.shape[-1]), *weights_OI.values()
         )
         return y_NO.view(*x.shape[:-1], -1)
 
@@ -147,12 +158,23 @@ class Quantising:
         """See `Product.grouped`."""
         if name not in self.operands:
             return self._exact.grouped(x_RI, counts_E, name, weight_EOI)
-        y_RO: Tensor = apply(_Grouped, self, self.operands[name], torch.is_grad_enabled(), x_RI, counts_E, weight_EOI)
+        y_RO: Tensor = apply(_Grouped, self, self.operands[name], _is_first_of_training(), x_RI, counts_E, weight_EOI)
         return y_RO
 
 
+def _is_first_of_training() -> bool:
+    """Whether operands are to be counted: a pass that is run again for its backward was counted the first time."""
+    return torch.is_grad_enabled() and not is_again()
+
+
 class _Linear(torch.autograd.Function):
-    """Keeps input and weights as they came; quantises them again in backward, along what is summed over there."""
+    """Keeps input and weights as they came; quantises them again in backward, along what is summed over there.
+
+    Ranks find the scales of what they share together, so all must make it again in backward, or none.
+    """
+
+    is_costly = True
+    communicates = True
 
     @staticmethod
     def forward(
@@ -209,6 +231,9 @@ class _Linear(torch.autograd.Function):
 
 class _Grouped(torch.autograd.Function):
     """The same for rows sorted by group and a matrix each."""
+
+    is_costly = True
+    communicates = True
 
     @staticmethod
     def forward(

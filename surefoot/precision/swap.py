@@ -100,9 +100,9 @@ def swap(
         # The last two dimensions are those of the matrix: (…, O, I).
         outputs, inputs = (sharing.features if dim == len(block.axes[name]) - back else alone for back in (2, 1))
         operands.setdefault(block, {})[name] = Operands(
-            input=Operand(kind, meter, full_name, "input", (sharing.tokens, inputs)),
+            input=Operand(kind, meter, full_name, "input", (sharing.tokens, inputs), sharing.expert_tokens),
             weight=Operand(kind, meter, full_name, "weight", (outputs, inputs)),
-            gradient=Operand(kind, meter, full_name, "gradient", (sharing.tokens, outputs)),
+            gradient=Operand(kind, meter, full_name, "gradient", (sharing.tokens, outputs), sharing.expert_tokens),
         )
     for block, own in operands.items():
         block.product = Quantising(kind, own, narrows_weight_gradients=config.weight_gradients != "compute")

@@ -1,12 +1,15 @@
 """A dry run: one optimizer step of a run as one of its ranks does it, without peers, memory or data.
 
 What runs is the code that trains: the passes of `parallel.apply` over the whole model, forward and backward of micro-batches,
-the norm, the clip, the optimizer. Micro-batches between the first and the last do the same: one stands for all of them.
+the norm, the clip, the optimizer. Without a pipeline, micro-batches between the first and the last do the same: one stands
+for all of them. A pipeline's schedule runs all of them, since how many are kept at once is what makes its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter as Multiset
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -19,9 +22,10 @@ from surefoot.config import ConfigError, override
 from surefoot.data.dataset import Batch
 from surefoot.dist.count import Amount, Counter, Flow
 from surefoot.dist.fake import META, Ledger, fake_world
+from surefoot.models.count import build_meta
 from surefoot.optim.base import Optimizer
 from surefoot.parallel.apply import Laid, check, lay_out
-from surefoot.parallel.pipeline import Feed
+from surefoot.parallel.pipeline import Feed, Pipeline, bounds_of, indexes_of
 from surefoot.planner.traffic import Workload
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
@@ -50,14 +54,18 @@ class Holdings:
 class DryRun:
     """What one rank holds and sends in a step.
 
-    `gradient_bytes` is the most that gradients take between passes; `activation_bytes` what autograd keeps of one
-    micro-batch; `peak_bytes` the most that is alive at any moment of the step.
+    `gradient_bytes` is the most that gradients take between passes (in a pipeline those of activations under way count too);
+    `activation_bytes` what autograd keeps of one micro-batch; `kept_bytes` the most it keeps at once, of as many passes of a
+    micro-batch through a stage as are `in_flight`; `peak_bytes` the most that is alive at any moment of the step.
     """
 
     rank: int
+    stages: tuple[int, ...]
     holdings: Holdings
     gradient_bytes: int
     activation_bytes: int
+    kept_bytes: int
+    in_flight: int
     peak_bytes: int
     flows: Mapping[Flow, Amount]
 
@@ -65,8 +73,6 @@ class DryRun:
 def dry_run(run: Run, rank: int = 0) -> DryRun:
     """One step of `run` on `rank`; `ConfigError` where the plan is not legal, as in training."""
     check(run.plan, run.model, run.data.sequence_length, run.precision)
-    if run.plan.pipeline > 1:
-        raise ConfigError("plan.pipeline", run.plan.pipeline, "is not known to dry runs yet; use plan.pipeline=1")
     dtype = run.precision.weight_dtype
     with fake_world(run.plan.grid, rank) as world:
         length, seed = run.data.sequence_length, run.train.seed
@@ -85,9 +91,14 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
         optimizer = run.optim.build(params)
         world.ledger.open([*weight_tensors(laid), *state_tensors(optimizer)])
         measured = _Measured(
-            **vars(laid), num_micro_batches=num_micro_batches(run), ledger=world.ledger, counter=world.counter
+            **vars(laid),
+            num_micro_batches=num_micro_batches(run),
+            ledger=world.ledger,
+            counter=world.counter,
+            kept=_Kept(),
         )
-        batch = _batch(run.micro_batch * min(3, measured.num_micro_batches), run.data.sequence_length)
+        num_run = measured.num_micro_batches if run.plan.pipeline > 1 else min(3, measured.num_micro_batches)
+        batch = _batch(run.micro_batch * num_run, run.data.sequence_length)
         take_step(
             measured,
             Ranks(world.mesh, META),
@@ -102,14 +113,39 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
             dtype=run.precision.compute_dtype,
         )
         kept = _bytes(param.tensor.grad for param in params if param.tensor.grad is not None)
+        # What recomputed layers keep of a micro-batch, autograd does not.
+        again = 0 if laid.recomputation is None else laid.recomputation.kept_bytes
         return DryRun(
             rank,
+            stages_of(run, rank),
             holdings(laid, optimizer),
             max(kept, measured.gradient_bytes),
-            measured.activation_bytes,
+            measured.kept.of_one + again,
+            measured.kept.peak + again * measured.kept.in_flight,
+            measured.kept.in_flight,
             world.ledger.peak,
             world.counter.flows(run.plan.grid),
         )
+
+
+def telling_ranks(run: Run) -> list[int]:
+    """Ranks that tell what all hold at most: the first and the last, whose shares may be uneven, and of a pipeline the first
+    of the last stage and of the one with most layers, since no later rank keeps more micro-batches at once."""
+    plan, last = run.plan, run.plan.num_ranks - 1
+    if plan.pipeline == 1:
+        return list(dict.fromkeys((0, last)))
+    bounds = bounds_of(build_meta(run.model), plan.num_stages, run.data.sequence_length)
+    layers = [
+        sum(bounds[index + 1] - bounds[index] for index in indexes_of(plan, here)) for here in range(plan.pipeline)
+    ]
+    heres = (0, layers.index(max(layers)), plan.pipeline - 1)
+    return sorted({*(plan.grid.rank({"pipeline": here}) for here in heres), last})
+
+
+def stages_of(run: Run, rank: int) -> tuple[int, ...]:
+    """Those of a pipeline that lie on a rank; none without one."""
+    plan = run.plan
+    return () if plan.pipeline == 1 else tuple(indexes_of(plan, plan.grid.coordinates(rank)["pipeline"]))
 
 
 def num_micro_batches(run: Run) -> int:
@@ -139,8 +175,8 @@ def holdings(laid: Laid, optimizer: Optimizer) -> Holdings:
 
 
 def weight_tensors(laid: Laid) -> list[Tensor]:
-    """This rank's weights as they lie in memory."""
-    weights = [local.weight for local in laid.locals]
+    """This rank's weights as they lie in memory, a tied head's copy included."""
+    weights = [local.weight for local in laid.data_parallel.everything]
     return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
 
 
@@ -153,7 +189,7 @@ def remedies(run: Run) -> Iterator[tuple[list[str], Run]]:
     """Changes that save memory on as many ranks, the nearest first, as --set assignments; only legal ones."""
     plan = run.plan
     changes: list[list[str]] = []
-    if plan.shard > 1 and plan.zero < 3:
+    if plan.is_sharded and plan.zero < 3:
         changes.append(["plan.zero=3"])
     if plan.replicate > 1:
         changes.append(["plan.replicate=1", f"plan.shard={plan.shard * plan.replicate}"])
@@ -176,23 +212,86 @@ def remedies(run: Run) -> Iterator[tuple[list[str], Run]]:
         yield assignments, changed
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Measured(Laid):
     """A laid-out model that tells what its passes keep."""
 
     num_micro_batches: int
     ledger: Ledger
     counter: Counter
-    activation_bytes: int = 0
+    kept: _Kept
     gradient_bytes: int = 0
 
     def accumulate_feeds(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
         """See `Laid.accumulate_feeds`."""
-        measuring = _Measuring(feeds, self)
-        with torch.autograd.graph.saved_tensors_hooks(measuring.keep, lambda tensor: tensor):
-            found = super().accumulate_feeds(measuring, num_tokens, dtype)
-        self.activation_bytes = measuring.kept_bytes
-        return found
+        stages = self.passes.stages if isinstance(self.passes, Pipeline) else []
+        for stage in stages:
+            stage.register_forward_pre_hook(lambda stage, _: self.kept.begin(stage))
+            self.kept.at_end = self._note_gradients
+        with torch.autograd.graph.saved_tensors_hooks(self.kept.keep, lambda saved: saved.tensor):
+            return super().accumulate_feeds(feeds if stages else _Measuring(feeds, self), num_tokens, dtype)
+
+    def _note_gradients(self) -> None:
+        self.gradient_bytes = max(self.gradient_bytes, self.ledger.gradients)
+
+
+class _Saved:
+    """A tensor that autograd keeps, for as long as it keeps it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Kept:
+    """Bytes that autograd keeps: of the first pass through each module, and the most at once of how many passes.
+
+    `at_end` is called where backward lets go of the last tensor of a pass.
+    """
+
+    def __init__(self) -> None:
+        self.at_end: Callable[[], None] = lambda: None
+        self.peak = self.in_flight = 0
+        self._live = 0
+        self._holders: Multiset[int] = Multiset()  # of each storage
+        self._passes: Multiset[int] = Multiset()  # saved tensors of each pass
+        self._first: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._number, self._is_first = 0, True
+
+    @property
+    def of_one(self) -> int:
+        """Of one micro-batch."""
+        return sum(self._first.values())
+
+    def begin(self, module: nn.Module) -> None:
+        """A micro-batch enters a module."""
+        self._number += 1
+        self._is_first = id(module) not in self._seen
+        self._seen.add(id(module))
+
+    def keep(self, tensor: Tensor) -> _Saved:
+        """Note a tensor that autograd keeps, each storage once; weights are not activations."""
+        base = tensor._base if tensor._is_view() else tensor
+        saved = _Saved(tensor.detach())
+        if not isinstance(base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if self._is_first:
+                self._first[key] = size
+            self._live += 0 if self._holders[key] else size
+            self._holders[key] += 1
+            self._passes[self._number] += 1
+            self.peak, self.in_flight = max(self.peak, self._live), max(self.in_flight, len(self._passes))
+            weakref.finalize(saved, self._release, key, size, self._number)
+        return saved
+
+    def _release(self, key: int, size: int, number: int) -> None:
+        self._holders[key] -= 1
+        self._live -= 0 if self._holders[key] else size
+        self._passes[number] -= 1
+        if not self._passes[number]:
+            del self._passes[number]
+            self.at_end()
 
 
 class _Measuring(Sequence[Feed]):
@@ -200,8 +299,6 @@ class _Measuring(Sequence[Feed]):
 
     def __init__(self, feeds: Sequence[Feed], measured: _Measured) -> None:
         self._feeds, self._measured = feeds, measured
-        self._kept: dict[int, int] = {}
-        self._is_first = True
 
     def __len__(self) -> int:
         return len(self._feeds)
@@ -217,23 +314,10 @@ class _Measuring(Sequence[Feed]):
         for number, feed in enumerate(self._feeds):
             is_between = 0 < number < len(self) - 1
             self._measured.counter.weight = self._measured.num_micro_batches - 2 if is_between else 1
+            self._measured.kept.begin(self._measured.model)
             yield feed
-            self._is_first = False
             self._measured.gradient_bytes = max(self._measured.gradient_bytes, self._measured.ledger.gradients)
         self._measured.counter.weight = 1
-
-    @property
-    def kept_bytes(self) -> int:
-        """Of the first micro-batch."""
-        return sum(self._kept.values())
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd keeps, each storage once; weights are not activations."""
-        base = tensor._base if tensor._is_view() else tensor
-        if self._is_first and not isinstance(base, nn.Parameter):
-            storage = tensor.untyped_storage()
-            self._kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()
 
 
 def _batch(size: int, length: int) -> Batch:

@@ -1,8 +1,10 @@
 """Proof that a layout trains the same model as one process.
 
 A shrunk version of a run takes two optimizer steps on one ragged batch, in fp64, on one process and under a plan. Compared
-are initial weights, loss, every gradient, the gradient norm and every weight after the steps, each put together from all
-ranks, whose copies must agree. Norm scales are drawn anew first: at 1, where they start, a dropped one would not be seen.
+are initial weights, loss, every gradient, the gradient norm, every weight after one plain SGD update and the loss that
+evaluation then finds, and every weight after the steps, each put together from all ranks, whose copies must agree. Between
+the steps all is saved, lost and loaded: bits must return, and one process must find the same in the checkpoint. Norm scales
+and all else that starts at one value is drawn anew first: there a dropped one would not be seen.
 
 How much may differ is measured, not guessed: one process with its sums in another order (other micro-batches) is the noise,
 and a plan passes within `MARGIN` times it. Narrow products are narrow around fp64, so that they too are compared to the last
@@ -16,24 +18,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from surefoot.config import ConfigError, override
+from surefoot.config import CheckpointError, ConfigError, override
 from surefoot.dist.layout import Box
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
-from surefoot.models.initialise import generator_for
-from surefoot.optim.base import Param, gradients_of
+from surefoot.models.count import build_meta
+from surefoot.models.initialise import constant_starts, generator_for
+from surefoot.optim.base import Optimizer, Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import MicroBatch, check, lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.schedules import Schedule
+from surefoot.study.resume import stop_and_go_on
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
-from surefoot.train.state import laid_params
+from surefoot.train.state import laid_params, states_of
 
 BATCH, LENGTH, DEPTH, STEPS = 16, 64, 2, 2
 MARGIN, MARGIN_BF16 = 100.0, 2.0
@@ -42,7 +48,20 @@ FLOOR = 1e-13
 UNIT_BF16 = 2.0**-9
 """Half the distance of bf16 numbers: by which any one number may be off."""
 
-QUANTITIES = ("initial weights", "loss", "gradients", "gradient norm", "updated weights")
+SGD_RATE = 0.1
+
+QUANTITIES = (
+    "initial weights",
+    "loss",
+    "gradients",
+    "gradient norm",
+    "SGD update",
+    "evaluation",
+    "resume",
+    "saved state",
+    "updated weights",
+)
+EXACT = frozenset({"initial weights", "resume"})
 
 
 @dataclass
@@ -51,6 +70,7 @@ class Share:
 
     parts: dict[str, dict[str, tuple[Box, tuple[int, ...], Tensor]]] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def keep(self, quantity: str, param: Param, values: Tensor) -> None:
         """Add one part."""
@@ -102,7 +122,7 @@ def deep_enough(run: Run, plan: Plan) -> Run:
 
 
 def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
-    """Every combination of data, tensor, context and pipeline parallelism on at most `num_ranks` ranks that the run allows."""
+    """Every combination of data, expert, tensor, context and pipeline parallelism on at most `num_ranks` ranks that is legal."""
     data: list[dict[str, Any]] = [
         {},
         {"replicate": 2},
@@ -122,12 +142,13 @@ def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
         *({"context": size, "context_kind": kind} for size in (2, 4) for kind in ("gather", "ulysses", "ring")),
     ]
     tensors: list[dict[str, Any]] = [{"tensor": size} for size in (1, 2, 4)]
+    experts: list[dict[str, Any]] = [{}, *({"expert": size} for size in (2, 4, 8))]
     pipelines: list[dict[str, Any]] = [
         {},
         *({"pipeline": size, "schedule": schedule} for size in (2, 4) for schedule in get_args(Schedule)),
     ]
     found = []
-    for parts in itertools.product(pipelines, data, tensors, contexts):
+    for parts in itertools.product(pipelines, data, experts, tensors, contexts):
         plan = _legal({key: value for part in parts for key, value in part.items()}, run)
         if plan is not None and 1 < plan.num_ranks <= num_ranks:
             found.append(plan)
@@ -165,7 +186,8 @@ def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verd
         key = (deep.model.depth, passes)
         if key not in references:
             references[key] = reference_of(deep, passes)
-        shares = pool.run(trial, deep, plan, num_micro_batches(plan))
+        with TemporaryDirectory() as folder:
+            shares = pool.run(trial, deep, plan, num_micro_batches(plan), Path(folder))
         verdict = judge(plan, shares, *references[key])
         announce(verdict)
         verdicts.append(verdict)
@@ -200,8 +222,8 @@ def reference_of(run: Run, passes: Passes = ALL) -> tuple[list[Share], dict[str,
     if run.precision.compute != "fp64":
         exact = one_process(override(run, ["precision.compute=fp64"]), passes)
         own = _differences(one_process(run, passes), exact)
-        allowed = {quantity: MARGIN_BF16 * max(error, UNIT_BF16) for quantity, (error, _) in own.items()}
-        return exact, allowed | {"initial weights": 0.0}
+        allowed = {quantity: MARGIN_BF16 * max(error, UNIT_BF16) for quantity, error in own.items()}
+        return exact, allowed | dict.fromkeys(EXACT, 0.0)
     reference = one_process(run, passes)
     return reference, _allowed(run, reference, passes)
 
@@ -209,7 +231,8 @@ def reference_of(run: Run, passes: Passes = ALL) -> tuple[list[Share], dict[str,
 def one_process(run: Run, passes: Passes = ALL) -> list[Share]:
     """The trial of one process, as the only share."""
     order = [sample for samples in passes for sample in samples]
-    return [share for share in [trial(run, Plan(), len(passes), order)] if share is not None]
+    with TemporaryDirectory() as folder:
+        return [share for share in [trial(run, Plan(), len(passes), Path(folder), order)] if share is not None]
 
 
 def _allowed(run: Run, reference: Sequence[Share], passes: Passes) -> dict[str, float]:
@@ -217,45 +240,59 @@ def _allowed(run: Run, reference: Sequence[Share], passes: Passes) -> dict[str, 
     is_fixed = len(passes) > 1 or (run.precision.kind is not None and run.precision.kind.is_of_pass)
     other = tuple(samples[::-1] for samples in passes) if is_fixed else tuple((sample,) for sample in range(BATCH))
     reordered = _differences(one_process(run, other), reference)
-    allowed = {quantity: MARGIN * max(error, FLOOR) for quantity, (error, _) in reordered.items()}
-    return allowed | {"initial weights": 0.0}
+    allowed = {quantity: MARGIN * max(error, FLOOR) for quantity, error in reordered.items()}
+    return allowed | dict.fromkeys(EXACT, 0.0)
+
+
+def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, float]:
+    return {quantity: _difference(shares, reference, quantity)[0] for quantity in QUANTITIES}
 
 
 def judge(
     plan: Plan, shares: Sequence[Share | None], reference: Sequence[Share], allowed: Mapping[str, float]
 ) -> Verdict:
     """Whether the ranks' shares are those of one process, within what is allowed."""
-    try:
-        found = _differences([share for share in shares if share is not None], reference)
-    except _DisagreementError as disagreement:
-        return Verdict(plan, {}, str(disagreement))
-    worst = {quantity: error for quantity, (error, _) in found.items()}
+    present = [share for share in shares if share is not None]
+    worst: dict[str, float] = {}
     for quantity in QUANTITIES:
-        error, name = found[quantity]
+        try:
+            error, name = _difference(present, reference, quantity)
+        except _DisagreementError as disagreement:
+            return Verdict(plan, worst, str(disagreement))
+        worst[quantity] = error
         if not error <= allowed[quantity]:
-            return Verdict(plan, worst, f"{quantity}: {name} is off by {error:.1e}, allowed {allowed[quantity]:.1e}")
+            said = f"{quantity}: {name} is off by {error:.1e}, allowed {allowed[quantity]:.1e}"
+            return Verdict(plan, worst, said + (_where(present, reference) if quantity == "loss" else ""))
     return Verdict(plan, worst, None)
+
+
+def _where(shares: Sequence[Share], reference: Sequence[Share]) -> str:
+    """A wrong loss names no tensor: the one whose gradient is furthest off does."""
+    try:
+        error, name = _difference(shares, reference, "gradients")
+    except _DisagreementError as disagreement:
+        return f"; {disagreement}"
+    return f"; furthest off of all gradients is that of {name}, by {error:.1e}"
 
 
 class _DisagreementError(Exception):
     """Ranks hold different copies of one part, or together not the whole."""
 
 
-def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, tuple[float, str]]:
-    """The largest relative difference of each quantity and whose it is."""
-    found: dict[str, tuple[float, str]] = {}
-    for quantity in QUANTITIES:
-        ours, theirs = _whole(shares, quantity), _whole(reference, quantity)
-        if ours.keys() != theirs.keys():
-            odd = min(ours.keys() ^ theirs.keys())
-            raise _DisagreementError(f"{quantity}: {odd} is on one side only")
-        errors = [
-            (float((ours[name] - value).norm() / value.norm().clamp_min(1e-300)), name)
-            for name, value in theirs.items()
-        ]
-        # NaN compares with nothing, so it is looked for first.
-        found[quantity] = next((item for item in errors if item[0] != item[0]), max(errors))
-    return found
+def _difference(shares: Sequence[Share], reference: Sequence[Share], quantity: str) -> tuple[float, str]:
+    """The largest relative difference of a quantity and whose it is."""
+    for share in shares:
+        if quantity in share.failures:
+            raise _DisagreementError(f"{quantity}: {share.failures[quantity]}")
+    ours, theirs = _whole(shares, quantity), _whole(reference, quantity)
+    if ours.keys() != theirs.keys():
+        odd = min(ours.keys() ^ theirs.keys())
+        raise _DisagreementError(f"{quantity}: {odd} is on one side only")
+    errors = [
+        (float((ours[name] - value).norm() / value.norm().clamp_min(1e-300)), name) for name, value in theirs.items()
+    ]
+    # NaN compares with nothing, so it is looked for first.
+    return next((item for item in errors if item[0] != item[0]), max(errors))
 
 
 def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
@@ -267,7 +304,7 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
         return {quantity: torch.tensor([shares[0].numbers[quantity]], dtype=torch.float64)}
     full: dict[str, Tensor] = {}
     for share in shares:
-        for name, (box, shape, narrow) in share.parts[quantity].items():
+        for name, (box, shape, narrow) in share.parts.get(quantity, {}).items():
             values = narrow.double()
             whole = full.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
             there = whole[box.slices]
@@ -284,8 +321,9 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
     return full
 
 
-def trial(run: Run, plan: Plan, num_micro: int, order: Sequence[int] = range(BATCH)) -> Share | None:
-    """One rank's part of two steps on the samples in that order; None on a rank that the plan does not use."""
+def trial(run: Run, plan: Plan, num_micro: int, folder: Path, order: Sequence[int] = range(BATCH)) -> Share | None:
+    """One rank's part of two steps on the samples in that order, with a checkpoint between them in `folder`; None on a rank
+    that the plan does not use."""
     mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), run.precision.compute_dtype
     if mesh is None:
         return None
@@ -304,7 +342,7 @@ def trial(run: Run, plan: Plan, num_micro: int, order: Sequence[int] = range(BAT
     share = Share()
     for param in params:
         share.keep("initial weights", param, param.tensor)
-    _redraw_vectors(params)
+    _redraw_constants(params, constant_starts(build_meta(run.model)))
     laid.after_step()
     optimizer = run.optim.build(params)
     drawn = ragged_batch(run.model.vocab_size, run.data.sequence_length)
@@ -321,24 +359,58 @@ def trial(run: Run, plan: Plan, num_micro: int, order: Sequence[int] = range(BAT
             ranks.end_step(laid.meter)
         norm = global_norm(params, ranks.group)
         if step == compared:
+            before = {param.name: param.tensor.detach().clone() for param in params}
             share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
             for param in params:
                 gradient = param.tensor.grad if param.tensor.grad is not None else torch.zeros_like(param.tensor)
                 share.keep("gradients", param, gradient)
+            _plain_update(params)
+            for param in params:
+                share.keep("SGD update", param, param.tensor)
+            laid.after_step()
+            (evaluated,) = ranks.sums(laid.evaluate(micro_batches, dtype))
+            share.numbers["evaluation"] = evaluated / num_tokens
+            for param in params:
+                param.tensor.detach().copy_(before[param.name])
+            laid.after_step()
         clip_(gradients_of(params), norm, run.train.max_gradient_norm or 1.0)
         optimizer.step(1.0)
+        if step == 0:
+            _stop_and_go_on(share, params, states_of(laid.model, mesh), optimizer, ranks, folder)
         laid.after_step()
     for param in params:
         share.keep("updated weights", param, param.tensor)
     return share
 
 
-@torch.no_grad()
-def _redraw_vectors(params: Sequence[Param]) -> None:
+def _stop_and_go_on(
+    share: Share, params: Sequence[Param], states: Sequence[Param], optimizer: Optimizer, ranks: Ranks, folder: Path
+) -> None:
+    try:
+        changed, alone = stop_and_go_on([*params, *states], optimizer, ranks, folder)
+    except CheckpointError as error:  # on all ranks
+        share.failures["resume"] = str(error)
+        return
     for param in params:
-        if len(param.shape) == 1:
+        share.keep("resume", param, changed[param.name].double())
+    for name, tensor in alone.items():
+        shape = tuple(tensor.shape)
+        share.parts.setdefault("saved state", {})[name] = Box.whole(shape), shape, tensor.double()
+
+
+@torch.no_grad()
+def _plain_update(params: Sequence[Param]) -> None:
+    for param in params:
+        if param.tensor.grad is not None:
+            param.tensor.sub_(SGD_RATE * param.tensor.grad)
+
+
+@torch.no_grad()
+def _redraw_constants(params: Sequence[Param], starts: Mapping[str, float]) -> None:
+    for param in params:
+        if param.name in starts:
             drawn = torch.randn(param.shape, generator=generator_for(1, param.name), dtype=torch.float64)
-            param.tensor.copy_((1 + 0.3 * drawn)[param.box.slices])
+            param.tensor.copy_((starts[param.name] + 0.3 * drawn)[param.box.slices])
 
 
 def ragged_batch(vocab_size: int, length: int) -> MicroBatch:

@@ -85,7 +85,9 @@ class Run(Config):
         if batch % ranks:
             nearest = max(ranks, round(batch / ranks) * ranks)
             raise FieldError(
-                "train.batch", batch, f"must divide over plan.replicate x plan.shard = {ranks}; try {nearest}"
+                "train.batch",
+                batch,
+                f"must divide over plan.replicate x plan.shard x plan.expert = {ranks}; try {nearest}",
             )
         if micro is not None and (batch // ranks) % micro:
             raise FieldError("train.micro_batch", micro, f"must divide a rank's share of the batch, {batch // ranks}")

@@ -56,11 +56,12 @@ def named_params(model: Decoder) -> list[Param]:
 
 
 def states_of(model: Decoder, mesh: Mesh | None = None) -> list[Param]:
-    """What blocks learn otherwise than by gradient, whole in every layout."""
+    """What blocks of this rank learn otherwise than by gradient, whole in every layout."""
     return [
         Param(full_name, state, block.states[name], None if mesh is None else Place(Layout(tuple(state.shape)), mesh))
         for full_name, block, name in named_states(model)
         for state in [getattr(block, name)]
+        if mesh is None or not state.is_meta
     ]
 
 

@@ -148,7 +148,7 @@ class Trainer:
             if self.laid.meter is not None:
                 self.laid.meter.restore(checkpoint.state.get("scales", {}))
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
-            for line in compare_machines(saved_facts, self.facts):
+            for line in compare_machines(saved_facts, self.facts) if saved_facts else []:
                 self._say(line)
         if self.ranks.is_first:
             self.folder.rewind(progress.step)
@@ -230,6 +230,7 @@ class Trainer:
         # On a GPU work and wait look alike to the process.
         if self.device.type == "cpu" and (line := self.pace.compare(facts.rank_seconds)) is not None:
             self._say(line)
+        self._note_recomputation()
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
@@ -244,6 +245,17 @@ class Trainer:
                 self._say(line)
         for hook in self.hooks:
             hook.on_products(ProductReport(step, products))
+
+    def _note_recomputation(self) -> None:
+        """Once what recomputed layers keep has been measured: say it and add it to the facts."""
+        if self.laid.recomputation is None or "recomputation" in self.facts:
+            return
+        if (found := self.laid.recomputation.facts()) is None:
+            return
+        self.facts["recomputation"] = found
+        self._say(self.laid.recomputation.describe())
+        if self.ranks.is_first:
+            self.folder.write_json("facts.json", self.facts)
 
     def _report(
         self,

@@ -96,8 +96,8 @@ def by_token(block: MoE, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
                 losses.append(config.z_loss * torch.log(torch.exp(logits).sum()) ** 2)
             y = torch.zeros_like(x)
             for expert, share in zip(chosen, weights, strict=True):
-                gate, up = block.w_gate[expert] @ x, block.w_up[expert] @ x
-                y = y + share * (block.w_down[expert] @ (gate * torch.sigmoid(gate) * up))
+                gate, up = block.experts.w_gate[expert] @ x, block.experts.w_up[expert] @ x
+                y = y + share * (block.experts.w_down[expert] @ (gate * torch.sigmoid(gate) * up))
                 chosen_by[expert] += 1
             if block.config.shared_hidden:
                 gate, up = block.shared_gate @ x, block.shared_up @ x
@@ -149,8 +149,8 @@ def test_all_tokens_to_one_expert_leave_the_others_empty() -> None:
     y.sum().backward()
     take_auxiliary(block)
     assert block.router.loads_E.tolist() == [0, 0, 0, 0, 12, 0]
-    assert block.w_up.grad is not None
-    assert [bool(gradient.any()) for gradient in block.w_up.grad] == [False] * 4 + [True, False]
+    assert block.experts.w_up.grad is not None
+    assert [bool(gradient.any()) for gradient in block.experts.w_up.grad] == [False] * 4 + [True, False]
     found = statistics(block, drain(block), 12)
     assert (found["load_entropy"], found["max_load_share"], found["dead_experts"]) == (0.0, 1.0, 5.0)
     assert drain(block)[:-1] == [0.0] * 6
@@ -319,9 +319,9 @@ def test_initial_weights_have_the_scale_of_their_fan_in() -> None:
         block = config.build(width=32, output_scale=0.5)
     materialise(block, torch.device("cpu"))
     initialise(block, 0)
-    assert block.w_up.std().item() == pytest.approx(32**-0.5, rel=0.05)
-    assert block.w_down.std().item() == pytest.approx(0.5 * 64**-0.5, rel=0.05)
-    assert not torch.equal(block.w_up[0], block.w_up[1])
+    assert block.experts.w_up.std().item() == pytest.approx(32**-0.5, rel=0.05)
+    assert block.experts.w_down.std().item() == pytest.approx(0.5 * 64**-0.5, rel=0.05)
+    assert not torch.equal(block.experts.w_up[0], block.experts.w_up[1])
     assert all(not buffer.any() for buffer in block.buffers())
 
 

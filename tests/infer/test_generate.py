@@ -8,7 +8,7 @@ import torch
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError
-from surefoot.infer.engine import generate
+from surefoot.infer.engine import generate, generate_batch
 from surefoot.infer.sampling import SamplingConfig
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import initialise
@@ -64,6 +64,30 @@ def test_padding_ids_are_never_chosen(model: Decoder) -> None:
 def test_an_empty_prompt_is_refused(model: Decoder) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         list(generate(model, [], 3, SamplingConfig().build(), dtype=torch.float64))
+
+
+RAGGED = [[1, 2, 3, 4, 5, 6, 7], [9], [11, 12, 13], [9]]
+
+
+@pytest.mark.parametrize("with_end", [False, True])
+def test_ragged_prompts_get_what_each_gets_alone(model: Decoder, with_end: bool) -> None:
+    choose = SamplingConfig().build()
+    alone = [list(generate(model, prompt, 12, choose, dtype=torch.float64)) for prompt in RAGGED]
+    end = alone[0][4] if with_end else None
+    if with_end:
+        alone = [list(generate(model, prompt, 12, choose, dtype=torch.float64, end=end)) for prompt in RAGGED]
+        assert len({len(ids) for ids in alone}) > 1
+    assert generate_batch(model, RAGGED, 12, choose, dtype=torch.float64, end=end) == alone
+
+
+def test_a_batch_draws_no_padding_and_nothing_when_asked_for_nothing(model: Decoder) -> None:
+    choose = SamplingConfig(temperature=5.0).build()
+    found = generate_batch(model, RAGGED, 20, choose, dtype=torch.float64, vocab_size=20)
+    assert max(max(ids) for ids in found) < 20
+    assert [len(ids) for ids in found] == [20] * 4
+    assert generate_batch(model, RAGGED, 0, choose, dtype=torch.float64) == [[]] * 4
+    with pytest.raises(ValueError, match="each prompt needs"):
+        generate_batch(model, [[1], []], 3, choose, dtype=torch.float64)
 
 
 def counts(config: SamplingConfig, logits: list[float], draws: int = 4000) -> torch.Tensor:

@@ -84,7 +84,7 @@ def test_state_bytes_equal_the_buffers() -> None:
     model = config().build()
     for dtype in (torch.float32, torch.bfloat16):
         states = model.new_states(1, 40, dtype)
-        held = sum(buffer.untyped_storage().nbytes() for state in states for buffer in (state.k_BSGK, state.v_BSGK))
+        held = sum(buffer.untyped_storage().nbytes() for state in states for buffer in state.buffers)
         assert held == sum(layer.mixer.state_bytes(40, dtype) for layer in model.layers)
 
 

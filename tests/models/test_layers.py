@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from surefoot.blocks.connections.add import AddConfig
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError, from_dict, override, to_dict
@@ -22,7 +23,7 @@ ATTENTION, WIDE = (
     AttentionConfig(num_heads=4, num_kv_heads=2, head_size=8),
 )
 SMALL, LARGE = SwiGLUConfig(hidden=12), SwiGLUConfig(hidden=20)
-SCALES = {"embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.25, "logit_softcap": 2.0}
+SCALES = {"embedding_scale": 3.0, "connection": AddConfig(scale=0.3), "logit_scale": 0.25, "logit_softcap": 2.0}
 
 
 def config(**changes: Any) -> DecoderConfig:
@@ -59,13 +60,13 @@ def plain_logits(model: Decoder, tokens: Tensor, docs: Documents) -> Tensor:
         prefix, start = f"layers.{index}", x
         if layer.mixer is not None:
             y = layer.mixer(through(f"{prefix}.norm_mixer", x, pre), docs)
-            x = x + described.residual_scale * through(f"{prefix}.norm_mixer_out", y, post)
+            x = x + described.connection.scale * through(f"{prefix}.norm_mixer_out", y, post)
         if layer.ffn is not None:
             if described.arrangement == "parallel" and layer.mixer is not None:
                 normed = through(f"{prefix}.norm_mixer", start, pre)
             else:
                 normed = through(f"{prefix}.norm_ffn", x, pre)
-            x = x + described.residual_scale * through(f"{prefix}.norm_ffn_out", layer.ffn(normed), post)
+            x = x + described.connection.scale * through(f"{prefix}.norm_ffn_out", layer.ffn(normed), post)
     x = plain_norm(x, weights["norm.scale"])
     logits = described.logit_scale * x @ weights["embedding.weight" if described.tied else "head.weight"].t()
     cap = described.logit_softcap
@@ -81,7 +82,7 @@ def plain_logits(model: Decoder, tokens: Tensor, docs: Documents) -> Tensor:
         {"arrangement": "parallel", "norm_placement": "sandwich"},
         SCALES,
         {"other_mixers": {"w": WIDE}, "mixer_pattern": "wm", "other_ffns": {"l": LARGE}, "ffn_pattern": "fffl"},
-        {"mixer_pattern": "m-", "ffn_pattern": "-f", "residual_scale": 0.5},
+        {"mixer_pattern": "m-", "ffn_pattern": "-f", "connection": AddConfig(scale=0.5)},
         {"mixer_pattern": "m-", "arrangement": "parallel"},
     ],
     ids=str,

@@ -90,7 +90,9 @@ def test_rms_norm_leaves_its_input_alone() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotate(dtype: torch.dtype) -> None:
-    tables = rope.rope_tables(torch.arange(5, 11), 8, 100.0, torch.promote_types(dtype, torch.float32))
+    tables = rope.rope_tables(
+        torch.arange(5, 11), rope.frequencies(8, 100.0), torch.promote_types(dtype, torch.float32)
+    )
     wide = tuple(table.double() for table in tables)
     compare(
         lambda x: rope.rotate(x, tables),
@@ -104,7 +106,9 @@ def test_rotation_depends_on_distance_only() -> None:
     q, k = draw(1, 1, 1, 8), draw(1, 1, 1, 8, seed=3)
 
     def score(i: int, j: int) -> float:
-        tables = [rope.rope_tables(torch.tensor([position]), 8, 1e4, torch.float64) for position in (i, j)]
+        tables = [
+            rope.rope_tables(torch.tensor([position]), rope.frequencies(8, 1e4), torch.float64) for position in (i, j)
+        ]
         return float((rope.rotate(q, tables[0]) * rope.rotate(k, tables[1])).sum())
 
     assert score(100, 93) == pytest.approx(score(7, 0), abs=1e-9)

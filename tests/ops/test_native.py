@@ -69,13 +69,13 @@ def test_rotate(by_torch: Callable[[], None], shape: tuple[int, int, int, int], 
 
     def function(x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        return rope.rotate(x, rope.rope_tables(positions, size, 100.0, dtype))
+        return rope.rotate(x, rope.rope_tables(positions, rope.frequencies(size, 100.0), dtype))
 
     compare(by_torch, function, [draw(*shape)])
 
 
 def test_views_are_read_as_they_look() -> None:
-    tables = rope.rope_tables(torch.arange(5), 8, 10.0, torch.float32)
+    tables = rope.rope_tables(torch.arange(5), rope.frequencies(8, 10.0), torch.float32)
     heads = draw(2, 5, 6, 8)
     part = heads.split((4, 2), 2)[1]
     assert torch.equal(rope.rotate(part, tables), rope.rotate(part.contiguous(), tables))

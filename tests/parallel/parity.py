@@ -1,6 +1,6 @@
 """Gradients of one batch under a plan, put together from all ranks, in fp64, with nothing left at its initial value.
 
-Norm scales start at 1 and biases at 0, where a dropped or doubled one would not be seen: all vectors are drawn anew.
+Norm scales start at 1 and biases at 0, where a dropped or doubled one would not be seen: all that starts alike is drawn anew.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from torch import Tensor
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.dist.layout import Box
-from surefoot.dist.mesh import own_mesh
+from surefoot.dist.mesh import DATA, own_mesh
 from surefoot.dist.pool import Pool
+from surefoot.models.count import build_meta
 from surefoot.models.decoder import DecoderConfig
-from surefoot.models.initialise import generator_for
+from surefoot.models.initialise import constant_starts, generator_for
 from surefoot.parallel.apply import check, lay_out
 from surefoot.parallel.plan import Plan
 
@@ -70,14 +71,16 @@ def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
     check(plan, config, LENGTH)
     laid = lay_out(plan, config, mesh, sequence_length=LENGTH, dtype=torch.float64, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
+        starts = constant_starts(build_meta(config))
         for local in laid.locals:
-            if len(local.layout.shape) == 1:
+            if local.name in starts:
                 drawn = torch.randn(local.layout.shape, generator=generator_for(1, local.name), dtype=torch.float64)
-                local.part.copy_((1 + 0.3 * drawn)[local.layout.box(mesh.grid, mesh.coordinates).slices])
+                box = local.layout.box(mesh.grid, mesh.coordinates)
+                local.part.copy_((starts[local.name] + 0.3 * drawn)[box.slices])
     laid.after_step()
     batch = ragged_batch(config.vocab_size)
     size = BATCH // plan.num_data_ranks
-    first = mesh.index("replicate", "shard") * size
+    first = mesh.index(*DATA) * size
     own = [tensor[first : first + size] for tensor in batch]
     micro_batches = list(zip(*(tensor.chunk(num_micro) for tensor in own), strict=True))
     nll, _ = laid.accumulate(micro_batches, int((batch[1] >= 0).sum()), torch.float64)

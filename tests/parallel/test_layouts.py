@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from surefoot.blocks.connections.add import AddConfig
+from surefoot.blocks.connections.first import FirstConfig
+from surefoot.blocks.connections.hyper import HyperConfig
+from surefoot.blocks.ffn.glu import GLUConfig
+from surefoot.blocks.ffn.mlp import MLPConfig
+from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
@@ -37,6 +45,36 @@ PLANS = [
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_gradients_are_those_of_one_process(pool: Pool, plan: Plan, tied: bool) -> None:
     assert_same_as_one_process(pool, plan, decoder(tied=tied), num_micro=1 if plan.num_data_ranks == 8 else 2)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sandwich": {"norm_placement": "sandwich", "embedding_scale": 2.0, "logit_scale": 0.5, "logit_softcap": 3.0},
+    "parallel": {"arrangement": "parallel", "connection": AddConfig(scale=0.5)},
+    "hyper": {"connection": HyperConfig(streams=2)},
+    "first": {"connection": FirstConfig(first=0.3), "norm_placement": "post"},
+    "pattern": {
+        "other_mixers": {"w": AttentionConfig(num_heads=2, num_kv_heads=2, head_size=6)},
+        "mixer_pattern": "wm-m",
+        "other_ffns": {"g": GLUConfig(hidden=8), "r": MLPConfig(hidden=20)},
+        "ffn_pattern": "gfr-",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(shard=2, zero=3, tensor=2),
+        Plan(replicate=2, shard=2, zero=1),
+        Plan(pipeline=2, schedule="zero-bubble", tensor=2, shard=2),
+        Plan(context=2, context_kind="ring", pipeline=2),
+    ],
+    ids=Plan.describe,
+)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_every_option_of_a_decoder_is_laid_out_right(pool: Pool, plan: Plan, options: dict[str, Any]) -> None:
+    config = DecoderConfig(**(dict(decoder(tied="logit_softcap" in options)) | options))
+    assert_same_as_one_process(pool, plan, config, num_micro=4 if plan.pipeline > 1 else 2)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surefoot.config import ConfigError
-from surefoot.dist.mesh import own_mesh
+from surefoot.dist.mesh import DATA, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.count import build_meta
 from surefoot.models.decoder import DecoderConfig
@@ -69,7 +69,7 @@ def evaluated(plan: Plan, config: DecoderConfig) -> float:
     device = torch.device("cpu")
     laid = lay_out(plan, config, mesh, sequence_length=LENGTH, dtype=torch.float64, device=device, seed=0)
     size = BATCH // plan.num_data_ranks
-    first = mesh.index("replicate", "shard") * size
+    first = mesh.index(*DATA) * size
     own = [tensor[first : first + size] for tensor in ragged_batch(config.vocab_size)]
     micro_batches = list(zip(*(tensor.chunk(2) for tensor in own), strict=True))
     return laid.evaluate(micro_batches, torch.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +12,14 @@ from surefoot.blocks.base import RouterConfig
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
-from surefoot.config import ConfigError
 from surefoot.data.dataset import Batch
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
 from surefoot.optim.adamw import AdamWConfig
-from surefoot.parallel.apply import check, lay_out
+from surefoot.parallel.apply import lay_out
 from surefoot.parallel.plan import Plan
+from surefoot.parallel.schedules import Schedule
 from surefoot.train.agree import Ranks
 from surefoot.train.state import laid_params, states_of
 from surefoot.train.step import take_step
@@ -46,12 +48,21 @@ def test_gradients_are_those_of_one_process(pool: Pool, plan: Plan, router: Rout
     assert_same_as_one_process(pool, plan, routed(router), num_micro=2)
 
 
-def test_pipelines_refuse_routers() -> None:
-    with pytest.raises(ConfigError, match=r"plan.pipeline: 2: does not carry the losses of routers yet \(layers.0.ffn"):
-        check(Plan(pipeline=2), routed(SigmoidConfig()), LENGTH)
+@pytest.mark.parametrize(
+    "other", [{}, {"shard": 2, "zero": 3}, {"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2, "zero": 2}], ids=str
+)
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_losses_of_routers_enter_once_in_every_schedule(pool: Pool, schedule: Schedule, other: dict[str, Any]) -> None:
+    config = routed(TopKConfig(balance_loss=0.3, z_loss=0.1)).model_copy(update={"depth": 4})
+    micro = 4 if "shard" not in other or "expert" not in other else 2
+    plan = Plan(pipeline=2, schedule=schedule, **other)
+    if not plan.takes(micro):
+        micro = 4
+        plan = Plan(pipeline=2, schedule=schedule, expert=2)
+    assert_same_as_one_process(pool, plan, config, num_micro=micro)
 
 
-def biases(plan: Plan, micro_batch: int) -> tuple[list[torch.Tensor], dict[str, float]] | None:
+def biases(plan: Plan, micro_batch: int) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
     """Every bias after three steps, and what the last step says of its routers."""
     mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
     if mesh is None:
@@ -78,17 +89,26 @@ def biases(plan: Plan, micro_batch: int) -> tuple[list[torch.Tensor], dict[str, 
             device=cpu,
             dtype=dtype,
         ).router
-    return [state.tensor.clone() for state in states_of(laid.model)], statistics
+    return {state.name: state.tensor.clone() for state in states_of(laid.model, mesh)}, statistics
 
 
 def test_biases_follow_the_loads_of_all_ranks_and_micro_batches(pool: Pool) -> None:
     expected = biases(Plan(), BATCH)
     assert expected is not None
-    assert {abs(round(float(x), 6)) for x in torch.cat(expected[0])} <= {0.0, 0.01, 0.02, 0.03}
-    assert any(bias.any() for bias in expected[0])
-    for plan in (Plan(replicate=2), Plan(shard=2, zero=3, tensor=2), Plan(context=2)):
+    assert {abs(round(float(x), 6)) for x in torch.cat(list(expected[0].values()))} <= {0.0, 0.01, 0.02, 0.03}
+    assert any(bias.any() for bias in expected[0].values())
+    for plan in (
+        Plan(replicate=2),
+        Plan(shard=2, zero=3, tensor=2),
+        Plan(context=2),
+        Plan(pipeline=2),
+        Plan(pipeline=2, expert=2),
+    ):
+        names = set()
         for found in pool.run(biases, plan, 2)[: plan.num_ranks]:
             assert found is not None
-            for bias, wanted in zip(found[0], expected[0], strict=True):
-                assert torch.equal(bias, wanted)
+            names |= found[0].keys()
+            for name, bias in found[0].items():
+                assert torch.equal(bias, expected[0][name])
             assert found[1] == pytest.approx(expected[1], rel=1e-9)
+        assert names == expected[0].keys()

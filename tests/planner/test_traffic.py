@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.config import override
 from surefoot.dist.count import Amount, Counter, Counting, Flow
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
+from surefoot.models.routing import drain
 from surefoot.optim.adamw import AdamWConfig
 from surefoot.optim.base import gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import lay_out
+from surefoot.parallel.plan import Plan
 from surefoot.planner.traffic import traffic
 from surefoot.study.dry import Holdings, dry_run, holdings, workload
 from surefoot.study.verify import ragged_batch
@@ -44,21 +49,39 @@ PLANS: list[dict[str, Any]] = [
     {"replicate": 2, "shard": 2, "zero": 2, "tensor": 2},
 ]
 
+PIPELINES: list[dict[str, Any]] = [
+    {"pipeline": 2, "schedule": "gpipe"},
+    {"pipeline": 4, "schedule": "1f1b"},
+    {"pipeline": 4, "schedule": "interleaved"},
+    {"pipeline": 2, "schedule": "zbv", "tensor": 2},
+    {"pipeline": 2, "schedule": "gpipe", "shard": 2, "zero": 3, "tensor": 2},
+    {"pipeline": 2, "schedule": "1f1b", "shard": 2, "zero": 3, "context": 2, "context_kind": "ring"},
+    {"pipeline": 2, "schedule": "interleaved", "replicate": 2, "shard": 2, "zero": 3},
+    {"pipeline": 2, "schedule": "1f1b", "shard": 4, "zero": 2},
+    {"pipeline": 2, "schedule": "zero-bubble", "shard": 2, "zero": 3},
+    {"pipeline": 2, "schedule": "dualpipev", "shard": 2, "zero": 1, "tensor": 2},
+]
+
 
 def name(plan: dict[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in plan.items())
 
 
+def ranks_of(plan: dict[str, Any]) -> int:
+    """Ranks among which a batch is shared."""
+    ranks: int = plan.get("replicate", 1) * plan.get("shard", 1)
+    return ranks
+
+
 def over(tiny: Tiny, plan: dict[str, Any], *more: str, optimizer: str = "muon") -> Run:
     """Two micro-batches a rank, four heads of each kind, and sizes that eight ranks do not divide."""
-    ranks = plan.get("replicate", 1) * plan.get("shard", 1)
     run = tiny(
         "model.vocab_size=261",
         "model.width=24",
         "model.mixer.num_heads=4",
         "model.mixer.num_kv_heads=4",
         "model.ffn.hidden=28",
-        "train.batch=8" if ranks <= 4 else "train.batch=16",
+        "train.batch=8" if ranks_of(plan) <= 4 else "train.batch=16",
         "train.micro_batch=1",
     )
     run = override(run, [*(f"plan.{key}={value}" for key, value in plan.items()), *more])
@@ -76,13 +99,14 @@ def issued(run: Run) -> tuple[Holdings, dict[Flow, Amount]] | None:
     optimizer = run.optim.build(params)
     work = workload(run)
     batch = [
-        tensor[:1].repeat(work.num_micro_batches, 1)
+        tensor[:1].repeat(work.num_micro_batches * work.micro_batch, 1)
         for tensor in ragged_batch(run.model.vocab_size, work.sequence_length)
     ]
-    micro_batches: Any = list(zip(*(tensor.split(1) for tensor in batch), strict=True))
+    micro_batches: Any = list(zip(*(tensor.split(work.micro_batch) for tensor in batch), strict=True))
     counter = Counter()
     with Counting(counter):
-        ranks.sums(*laid.accumulate(micro_batches, 100, run.precision.compute_dtype))
+        losses = laid.accumulate(micro_batches, 100, run.precision.compute_dtype)
+        ranks.sums(*losses, *drain(laid.model))
         clip_(gradients_of(params), global_norm(params, ranks.group), 1.0)
         optimizer.step(1.0)
         laid.after_step()
@@ -97,7 +121,76 @@ def assert_equal(counted: dict[Flow, Amount], expected: dict[Flow, float]) -> No
 
 @pytest.mark.parametrize("plan", PLANS, ids=name)
 def test_real_ranks_send_what_the_formulas_and_the_dry_run_say(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
-    run = over(tiny, plan)
+    assert_known(over(tiny, plan), pool)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("plan", PIPELINES, ids=name)
+def test_so_do_the_ranks_of_a_pipeline(tiny: Tiny, pool: Pool, plan: dict[str, Any], tied: str) -> None:
+    """Nine layers, which no number of stages divides, and as many micro-batches as every schedule takes."""
+    run = over(
+        tiny, plan, "model.depth=9", f"model.tied={tied}", "train.batch=32", f"train.micro_batch={4 // ranks_of(plan)}"
+    )
+    assert_known(run, pool)
+
+
+def assert_known(run: Run, pool: Pool) -> None:
+    """Every rank holds and sends what its dry run and the formulas say."""
+    for rank, found in enumerate(pool.run(issued, run)):
+        if found is None:
+            continue
+        held, counted = found
+        assert_equal(counted, traffic(run.plan, run.model, run.optim, workload(run), rank))
+        dry = dry_run(run, rank)
+        assert dry.holdings == held
+        assert dry.flows == counted
+
+
+class EvenConfig(RouterConfig):
+    """A router that wants all experts alike, whatever the tokens are: then bytes are known."""
+
+    def build(self, *, width: int, num_experts: int, top_k: int) -> Even:
+        """The router itself."""
+        return Even(width, num_experts, top_k)
+
+
+class Even(Router):
+    """Token t goes to experts t K, t K + 1, …"""
+
+    def __init__(self, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__(num_experts, top_k)
+        self.scale = self.add_weight("scale", (width,), ("embed",), Initial(mean=1.0))
+
+    def forward(self, x_TD: Tensor, length: int) -> Routing:  # noqa: ARG002 - looks at no token
+        """See `Router.forward`."""
+        number_TK = torch.arange(len(x_TD) * self.top_k, device=x_TD.device).view(-1, self.top_k)
+        experts_TK = number_TK % self.num_experts
+        loads = torch.full((self.num_experts,), number_TK.numel() // self.num_experts, device=x_TD.device)
+        weight = (self.scale.float() * x_TD.float()).mean(1, keepdim=True).expand(-1, self.top_k)
+        return Routing(experts_TK, weight.contiguous(), loads, torch.zeros((), device=x_TD.device))
+
+    def flops(self) -> float:
+        """None."""
+        return 0.0
+
+
+EXPERT_PLANS: list[dict[str, Any]] = [
+    {"expert": 2},
+    {"expert": 2, "zero": 1},
+    {"expert": 4, "zero": 2, "replicate": 2},
+    {"expert": 2, "shard": 2, "zero": 1},
+    {"expert": 2, "shard": 2, "zero": 2, "tensor": 2},
+    {"expert": 2, "shard": 4, "zero": 3},
+    {"expert": 2, "shard": 2, "zero": 3, "replicate": 2},
+    {"expert": 2, "shard": 2, "zero": 3, "context": 2},
+]
+
+
+@pytest.mark.parametrize("plan", EXPERT_PLANS, ids=name)
+def test_rows_that_travel_to_experts_are_those_of_the_formula(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
+    base = over(tiny, {key: value for key, value in plan.items() if key != "expert"}, "train.batch=16")
+    ffn = MoEConfig(num_experts=8, top_k=2, hidden=28, router=EvenConfig())
+    run = base.model_copy(update={"model": base.model.model_copy(update={"ffn": ffn}), "plan": Plan(**plan)})
     for rank, found in enumerate(pool.run(issued, run)):
         if found is None:
             continue

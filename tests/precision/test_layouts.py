@@ -17,6 +17,7 @@ from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
 from surefoot.parallel.apply import check, lay_out
 from surefoot.parallel.plan import Plan
+from surefoot.parallel.recompute import RecomputeConfig
 from surefoot.precision.kinds import Name
 from surefoot.precision.policy import PrecisionConfig
 from surefoot.train.agree import Ranks
@@ -32,6 +33,8 @@ PLANS = [
     Plan(shard=4, tensor=2),
     Plan(pipeline=2, shard=2),
     Plan(shard=2, context=2, context_kind="ring", tensor=2),
+    Plan(recompute=RecomputeConfig(mode="selective"), tensor=2),
+    Plan(recompute=RecomputeConfig(mode="full"), shard=2, zero=3),
 ]
 EACH = get_args(Name)
 
@@ -129,7 +132,17 @@ def test_layouts_share_scales(pool: Pool, plan: Plan, name: Name) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(tensor=2), Plan(shard=2), Plan(context=2), Plan(shard=2, tensor=2)], ids=Plan.describe
+    "plan",
+    [
+        Plan(tensor=2),
+        Plan(shard=2),
+        Plan(context=2),
+        Plan(shard=2, tensor=2),
+        Plan(expert=2, zero=1),
+        Plan(expert=2, replicate=2, tensor=2),
+        Plan(expert=2, shard=2, recompute=RecomputeConfig(mode="full")),
+    ],
+    ids=Plan.describe,
 )
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
 def test_layouts_share_scales_of_experts(pool: Pool, plan: Plan, name: Name) -> None:

@@ -59,4 +59,5 @@ def test_roles_follow_from_axes() -> None:
     assert weight_role(("routes", "embed")) == "router"
     assert weight_role(("embed",)) == weight_role(("heads",)) == "vector"
     assert weight_role(("per_head", "embed")) == weight_role(("kv_heads", "taps")) == "state"
+    assert weight_role(("kv_heads", "rank")) == weight_role(("streams", "embed")) == "state"
     assert weight_role(("experts", "ffn", "embed")) == weight_role(("heads", "embed")) == "matrix"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from surefoot.dist import mesh as mesh_module
 from surefoot.dist.fake import META, fake_world
 from surefoot.dist.mesh import Grid
 from surefoot.models.count import build_meta, count_parameters
+from surefoot.parallel.schedules import Schedule
 from surefoot.recipes.find import find_recipe
-from surefoot.study.dry import dry_run, remedies
+from surefoot.study.dry import dry_run, remedies, telling_ranks
 from surefoot.train.run import Run
 
 Tiny = Callable[..., Run]
@@ -85,13 +87,13 @@ def test_activations_are_those_of_real_passes(tiny: Tiny, monkeypatch: pytest.Mo
     """A real pass with the fused kernel in the place of blocked attention keeps as many bytes."""
     from surefoot.blocks.mixers import attention as mixer
     from surefoot.ops import attention as ops
-    from surefoot.ops.documents import Documents
+    from surefoot.ops.documents import EVERYTHING, Documents
 
     run = tiny("train.batch=3", "model.mixer.num_kv_heads=2", "data.sequence_length=64")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, docs: Documents) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, docs: Documents, *_options: object) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        bias = ops._shared_bias(docs, q.dtype)
+        bias = ops._shared_bias(docs, q.dtype, EVERYTHING)
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
         return found[0].transpose(1, 2)
 
@@ -146,6 +148,55 @@ def test_a_thousand_ranks(tiny: Tiny) -> None:
     assert found.holdings.state_bytes == pytest.approx(2 * found.holdings.parameter_bytes, rel=0.01)
 
 
+@pytest.fixture(scope="module")
+def piped(tiny: Tiny) -> Run:
+    return tiny("model.depth=16", "plan.pipeline=4", "train.batch=16", "train.micro_batch=1")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "passes"),
+    [
+        ("gpipe", [16, 16, 16, 16]),
+        ("1f1b", [4, 3, 2, 1]),
+        # 2 (ranks - rank - 1) + (stages a rank - 1) ranks before the first backward pass (Narayanan et al., 2021), and it.
+        ("interleaved", [11, 9, 7, 5]),
+    ],
+)
+def test_a_schedule_keeps_as_many_micro_batches_as_its_paper_says(piped: Run, schedule: str, passes: list[int]) -> None:
+    run = override(piped, [f"plan.schedule={schedule}"])
+    found = [dry_run(run, rank) for rank in range(4)]
+    assert [each.in_flight for each in found] == passes
+    assert all(each.gradient_bytes > 0.95 * each.holdings.parameter_bytes for each in found)
+    assert all(each.kept_bytes <= each.in_flight * each.activation_bytes for each in found)
+    assert found[0].kept_bytes > found[0].in_flight * found[0].activation_bytes / len(found[0].stages) * 0.9
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_no_rank_of_a_pipeline_holds_more_than_those_that_tell(piped: Run, schedule: str) -> None:
+    run = override(piped, [f"plan.schedule={schedule}", "model.depth=13"])
+    told = max(dry_run(run, rank).peak_bytes for rank in telling_ranks(run))
+    assert told == max(dry_run(run, rank).peak_bytes for rank in range(4))
+
+
+def test_a_pipeline_of_thousands(tiny: Tiny) -> None:
+    run = override(
+        find_recipe("llama-8b"),
+        [
+            "model.depth=8",
+            "plan.pipeline=4",
+            "plan.replicate=16",
+            "plan.shard=8",
+            "plan.tensor=8",
+            "train.micro_batch=1",
+        ],
+    )
+    run = override(run, ["train.batch=1024"])
+    assert run.plan.num_ranks == 4096
+    found = [dry_run(run, rank) for rank in telling_ranks(run)]
+    assert [each.rank for each in found] == [0, 2048, 3072, 4095]
+    assert [each.stages for each in found] == [(0,), (2,), (3,), (3,)]  # the third has most layers
+
+
 @pytest.mark.long
 def test_seventy_billion_on_512_ranks() -> None:
     found = dry_run(override(find_recipe("llama-70b"), ["plan.shard=64", "plan.tensor=8", "train.micro_batch=1"]))
@@ -188,6 +239,17 @@ def test_it_prints_what_ranks_hold_and_send(command: Command) -> None:
         "not known",
     ):
         assert part in text
+
+
+def test_it_prints_the_stages_of_a_pipeline(command: Command) -> None:
+    code, text, error = command(
+        "tiny.json", "--dry-run", "--ranks", "2", "--set", "plan.pipeline=2", "--set", "train.micro_batch=1"
+    )
+    assert (code, error) == (0, "")
+    lines = {line[:40].strip(): line[40:].split() for line in text.splitlines()}
+    assert lines["stages"] == ["0", "1"]
+    assert lines["of so many passes through a stage"] == ["2", "1"]
+    assert "pipeline: send" in text
 
 
 def test_it_says_what_does_not_fit_and_what_would(command: Command, tiny: Tiny) -> None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.cli.verbs import verify as verb
 from surefoot.config import ConfigError, override
 from surefoot.dist.layout import Layout
 from surefoot.dist.pool import Pool
+from surefoot.optim.muon import Muon
 from surefoot.parallel import apply as apply_module
 from surefoot.parallel import shard as shard_module
 from surefoot.parallel.apply import Laid
 from surefoot.parallel.copies import Copies
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel, Replicated, Zero1
+from surefoot.study import resume as resume_module
 from surefoot.study import verify as verify_module
 from surefoot.study.verify import Share, judge, legal_plans, parse_plan, reference_of, shrunk, trial, verify
 from surefoot.train.run import Run
@@ -38,6 +44,18 @@ def test_right_layouts_pass(run: Run, pool: Pool) -> None:
     assert [verdict.failure for verdict in verdicts] == [None] * 3
     assert said == [plan.describe() for plan in plans]
     assert all(verdict.worst["initial weights"] == 0 for verdict in verdicts)
+
+
+def test_layouts_of_experts_are_tried_where_there_are_experts(run: Run, pool: Pool) -> None:
+    assert not any(plan.expert > 1 for plan in legal_plans(run, 8))
+    ffn = MoEConfig(num_experts=6, top_k=2, hidden=12, router=SigmoidConfig())
+    routed = run.model_copy(update={"model": run.model.model_copy(update={"ffn": ffn})})
+    plans = legal_plans(routed, 8)
+    assert {plan.expert for plan in plans} == {1, 2}  # 4 and 8 do not divide 6
+    assert any(plan.expert > 1 and plan.pipeline > 1 for plan in plans)
+    chosen = [Plan(expert=2), Plan(expert=2, zero=1), Plan(shard=2, expert=2, tensor=2, zero=2)]
+    assert all(plan in plans for plan in (chosen[0], chosen[2]))
+    assert [verdict.failure for verdict in verify(routed, chosen, pool, lambda _: None)] == [None] * 3
 
 
 # -- faults, planted inside the ranks ----------------------------------------------------------------------------------
@@ -131,10 +149,37 @@ def leaking_documents(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def planted(fault: Callable[[pytest.MonkeyPatch], None], run: Run, plan: Plan, num_micro: int = 1) -> Share | None:
+def lost_moment(patch: pytest.MonkeyPatch) -> None:
+    """One weight's momentum does not come back from a checkpoint."""
+    real = Muon.restore
+
+    def restore(self: Any, state: Any) -> None:
+        real(self, state)
+        next(iter(self.state().values()))["momentum"].zero_()
+
+    patch.setattr(Muon, "restore", restore)
+
+
+def swapped_parts(patch: pytest.MonkeyPatch) -> None:
+    """Ranks save each other's rows."""
+    real = resume_module.parts_of
+
+    def parts_of(*arguments: Any) -> Any:
+        parts = real(*arguments)
+        name = "model/layers.0.mixer.wq"
+        if name in parts:
+            parts[name] = replace(parts[name], tensor=parts[name].tensor.flip(0))
+        return parts
+
+    patch.setattr(resume_module, "parts_of", parts_of)
+
+
+def planted(
+    fault: Callable[[pytest.MonkeyPatch], None], run: Run, plan: Plan, folder: Path, num_micro: int = 1
+) -> Share | None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        return trial(run, plan, num_micro)
+        return trial(run, plan, num_micro, folder)
 
 
 @pytest.mark.parametrize(
@@ -151,30 +196,32 @@ def planted(fault: Callable[[pytest.MonkeyPatch], None], run: Run, plan: Plan, n
         ),
         (start_differing_by_rank, Plan(replicate=2), "initial weights: copies of"),
         (start_differing_by_rank, Plan(shard=2), "initial weights: "),
-        (stale_weights, Plan(shard=2, zero=1), "updated weights: "),
+        (stale_weights, Plan(shard=2, zero=1), "evaluation: "),
+        (lost_moment, Plan(shard=2), "resume: layers.0."),
+        (swapped_parts, Plan(tensor=2), "resume: layers.0.mixer.wq "),
         (leaking_documents, Plan(replicate=2), "loss: "),
     ],
     ids=lambda value: getattr(value, "__name__", None) or (value.describe() if isinstance(value, Plan) else None),
 )
 def test_each_fault_is_caught(
-    run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], plan: Plan, said: str
+    run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], plan: Plan, said: str, tmp_path: Path
 ) -> None:
-    verdict = judge(plan, pool.run(planted, fault, run, plan), *reference_of(run))
+    verdict = judge(plan, pool.run(planted, fault, run, plan, tmp_path), *reference_of(run))
     assert verdict.failure is not None
     assert verdict.failure.startswith(said), verdict.failure
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [(copy_without_its_gradient, "gradients: embedding.weight"), (stale_copy, "updated weights: ")],
+    [(copy_without_its_gradient, "gradients: embedding.weight"), (stale_copy, "evaluation: ")],
 )
 def test_a_fault_of_tied_stages_is_caught(
-    run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], said: str
+    run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], said: str, tmp_path: Path
 ) -> None:
     run, plan = override(run, ["model.tied=true", "model.depth=2"]), Plan(pipeline=2)
     reference = reference_of(run)
-    assert judge(plan, pool.run(trial, run, plan, 4), *reference).failure is None
-    verdict = judge(plan, pool.run(planted, fault, run, plan, 4), *reference)
+    assert judge(plan, pool.run(trial, run, plan, 4, tmp_path / "right"), *reference).failure is None
+    verdict = judge(plan, pool.run(planted, fault, run, plan, tmp_path / "wrong", 4), *reference)
     assert verdict.failure is not None
     assert verdict.failure.startswith(said), verdict.failure
 
@@ -182,7 +229,7 @@ def test_a_fault_of_tied_stages_is_caught(
 def test_what_is_allowed_is_measured(run: Run) -> None:
     _, allowed = reference_of(run)
     assert allowed.keys() == set(verify_module.QUANTITIES)
-    assert allowed.pop("initial weights") == 0
+    assert all(allowed.pop(quantity) == 0 for quantity in verify_module.EXACT)
     assert all(verify_module.FLOOR <= value / verify_module.MARGIN < 1e-9 for value in allowed.values())
 
 
@@ -204,12 +251,12 @@ def test_narrow_products_agree_to_the_last_digits(wide: Run, pool: Pool, product
     assert all(verdict.worst["gradients"] < 1e-11 for verdict in verdicts)
 
 
-def test_layouts_in_bf16_are_as_far_from_fp64_as_one_process(wide: Run, pool: Pool) -> None:
+def test_layouts_in_bf16_are_as_far_from_fp64_as_one_process(wide: Run, pool: Pool, tmp_path: Path) -> None:
     small = shrunk(wide, "bf16")
     verdicts = verify(small, THREE, pool, lambda _: None)
     assert [verdict.failure for verdict in verdicts] == [None] * 3
     assert all(verdict.worst["gradients"] > 1e-4 for verdict in verdicts), "bf16 would have been in effect"
-    verdict = judge(THREE[0], pool.run(planted, gradient_times_ranks, small, THREE[0]), *reference_of(small))
+    verdict = judge(THREE[0], pool.run(planted, gradient_times_ranks, small, THREE[0], tmp_path), *reference_of(small))
     assert verdict.failure is not None
 
 
@@ -234,6 +281,50 @@ def test_all_means_all_that_is_legal(run: Run) -> None:
 def test_a_plan_that_is_none(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_plan(text)
+
+
+USERS_BLOCK = """
+from surefoot.blocks.mixers.attention import Attention, AttentionConfig
+from surefoot.recipes.quickstart import quickstart
+
+
+class GatedConfig(AttentionConfig):
+    def build(self, *, width, output_scale):
+        return Gated(self, width, output_scale)
+
+
+class Gated(Attention):
+    # Attention with a gain, the mean of a few weights.
+    def __init__(self, config, width, output_scale):
+        super().__init__(config, width, output_scale)
+        self.gain = self.add_weight("gain", (config.num_heads,), ("gains",), self.initial["wq"])
+
+    def forward(self, x_BLD, docs, state=None, shared=None):
+        return super().forward(x_BLD, docs, state, shared) * (1 + MEAN)
+
+
+def mine():
+    base = quickstart()
+    mixer = GatedConfig(num_heads=4, num_kv_heads=2)
+    return base.model_copy(update={"model": base.model.model_copy(update={"mixer": mixer})})
+"""
+
+
+@pytest.mark.parametrize(
+    ("mean", "code", "said"),
+    [
+        ("self.gain.mean()", 0, "2 of 2 layouts train the same model"),
+        ("self.wq.shape[0] * self.gain.mean()", 1, "furthest off of all gradients is that of layers.0.mixer.gain"),
+    ],
+    ids=["right", "wrong"],
+)
+def test_a_users_own_block(tmp_path: Path, capsys: pytest.CaptureFixture[str], mean: str, code: int, said: str) -> None:
+    """One that counts the rows of its weights, which tensor parallelism cuts, trains another model, and is told so."""
+    file = tmp_path / "mine.py"
+    file.write_text(USERS_BLOCK.replace("MEAN", mean))
+    sets = ["model.width=16", "model.depth=1", "model.vocab_size=64"]
+    assert verb.run(f"{file}:mine", ["shard=2", "tensor=2"], False, 2, sets, []) == code
+    assert said in capsys.readouterr().out
 
 
 def test_the_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 from torch import Tensor
@@ -18,6 +18,11 @@ class GLUConfig(FeedForwardConfig):
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity"] = Field(
         default="gelu_tanh", description="gelu_tanh is the approximation that Gemma uses"
     )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"gelu": cls(hidden=48), "relu2": cls(hidden=48, activation="relu2")}
 
     def build(self, *, width: int, output_scale: float) -> GLU:
         """The network itself."""

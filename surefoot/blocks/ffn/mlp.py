@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 from torch import Tensor
@@ -18,6 +18,11 @@ class MLPConfig(FeedForwardConfig):
     activation: Literal["relu2", "relu", "gelu", "gelu_tanh", "silu"] = Field(
         default="relu2", description="relu2 is the square of ReLU (So et al., 2021)"
     )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"relu2": cls(hidden=48), "gelu": cls(hidden=48, activation="gelu")}
 
     def build(self, *, width: int, output_scale: float) -> MLP:
         """The network itself."""

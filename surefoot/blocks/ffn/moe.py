@@ -1,19 +1,28 @@
 """Mixture of experts: a SwiGLU network in parts, of which each token meets a few. No token is dropped.
 
 Legend: B batch, L length, T = B·L tokens, D width, F hidden width of an expert, E experts, K experts a token,
-R = T·K rows.
+N = T·K choices, R rows: as many, less the choices of no expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from surefoot.blocks.base import Dispatch, FeedForwardConfig, Initial, Routed, RouterConfig, Routing
+from surefoot.blocks.base import (
+    EXAMPLE_EXPERTS,
+    Dispatch,
+    Experts,
+    FeedForwardConfig,
+    Initial,
+    Routed,
+    RouterConfig,
+    Routing,
+)
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.config import FieldError
 from surefoot.ops.rows import copy_rows, sum_rows
@@ -27,6 +36,9 @@ class MoEConfig(FeedForwardConfig):
     top_k: int = Field(gt=0, description="experts a token")
     hidden: int = Field(gt=0, description="width between the projections of an expert")
     shared_hidden: int = Field(default=0, ge=0, description="that of the shared experts together; 0: there are none")
+    shared_weight: Literal["one", "sigmoid"] = Field(
+        default="one", description="what the shared network counts: 1, or a learned share a token (Qwen2-MoE, 2024)"
+    )
     router: RouterConfig = TopKConfig()
 
     @model_validator(mode="after")
@@ -34,7 +46,21 @@ class MoEConfig(FeedForwardConfig):
         if self.top_k > self.num_experts:
             raise FieldError("top_k", self.top_k, f"must be at most num_experts {self.num_experts}")
         self.router.check_top_k(self.top_k)
+        self.router.check_experts(self.num_experts, self.top_k)
+        if self.shared_weight != "one" and not self.shared_hidden:
+            raise FieldError("shared_weight", self.shared_weight, "needs shared experts; set shared_hidden")
         return self
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {
+            "fine-grained": cls(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12),
+            "shared expert": cls(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, shared_hidden=16),
+            "weighted shared expert": cls(
+                num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, shared_hidden=16, shared_weight="sigmoid"
+            ),
+        }
 
     def build(self, *, width: int, output_scale: float) -> MoE:
         """The network itself."""
@@ -47,12 +73,42 @@ class Local:
     def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """See `Dispatch.send`."""
         top_k = routing.experts_TK.shape[1]
-        order_R = routing.experts_TK.flatten().argsort(stable=True)
-        rows_R = torch.empty_like(order_R)
-        rows_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        rows_TK = rows_R.view(-1, top_k)
-        x_RD = copy_rows(x_TD, order_R // top_k, rows_TK)
+        order_N = routing.experts_TK.flatten().argsort(stable=True)
+        rows_N = torch.empty_like(order_N)
+        rows_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        # Choices of no expert sort last: they make no row.
+        num_rows = int(routing.loads_E.sum()) if routing.is_partial and not order_N.is_meta else len(order_N)
+        rows_TK = rows_N.clamp(max=num_rows).view(-1, top_k)
+        x_RD = copy_rows(x_TD, order_N[:num_rows] // top_k, rows_TK)
         return x_RD, routing.loads_E, lambda y_RD: sum_rows(y_RD, rows_TK, routing.weights_TK)
+
+
+class SwiGLUExperts(Experts):
+    """The networks themselves."""
+
+    def __init__(self, config: MoEConfig, width: int, output_scale: float) -> None:
+        super().__init__()
+        self.hidden = config.hidden
+        self.used = {"experts": config.top_k / config.num_experts}
+        fan_in, shape = Initial(std=width**-0.5), (config.num_experts, config.hidden, width)
+        self.w_gate = self.add_weight("w_gate", shape, ("experts", "ffn", "embed"), fan_in)
+        self.w_up = self.add_weight("w_up", shape, ("experts", "ffn", "embed"), fan_in)
+        self.w_down = self.add_weight(
+            "w_down",
+            (config.num_experts, width, config.hidden),
+            ("experts", "embed", "ffn"),
+            Initial(std=output_scale * config.hidden**-0.5),
+        )
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """See `Experts.forward`."""
+        h_RF = swiglu(self.grouped_linear(x_RD, counts_E, "w_gate"), self.grouped_linear(x_RD, counts_E, "w_up"))
+        return self.grouped_linear(h_RF, counts_E, "w_down")
+
+    @property
+    def share(self) -> float:
+        """See `Experts.share`."""
+        return self.w_gate.shape[1] / self.hidden
 
 
 class MoE(Routed):
@@ -61,18 +117,10 @@ class MoE(Routed):
     def __init__(self, config: MoEConfig, width: int, output_scale: float) -> None:
         super().__init__()
         self.config = config
-        self.used = {"experts": config.top_k / config.num_experts}
         self.router = config.router.build(width=width, num_experts=config.num_experts, top_k=config.top_k)
         self.dispatch: Dispatch = Local()
-        fan_in, experts = Initial(std=width**-0.5), (config.num_experts, config.hidden, width)
-        self.w_gate = self.add_weight("w_gate", experts, ("experts", "ffn", "embed"), fan_in)
-        self.w_up = self.add_weight("w_up", experts, ("experts", "ffn", "embed"), fan_in)
-        self.w_down = self.add_weight(
-            "w_down",
-            (config.num_experts, width, config.hidden),
-            ("experts", "embed", "ffn"),
-            Initial(std=output_scale * config.hidden**-0.5),
-        )
+        self.experts: Experts = SwiGLUExperts(config, width, output_scale)
+        fan_in = Initial(std=width**-0.5)
         if config.shared_hidden:
             shared = (config.shared_hidden, width)
             self.shared_gate = self.add_weight("shared_gate", shared, ("ffn", "embed"), fan_in)
@@ -80,6 +128,8 @@ class MoE(Routed):
             self.shared_down = self.add_weight(
                 "shared_down", shared[::-1], ("embed", "ffn"), Initial(std=output_scale * config.shared_hidden**-0.5)
             )
+        if config.shared_weight == "sigmoid":
+            self.shared_share = self.add_weight("shared_share", (1, width), ("routes", "embed"), fan_in)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D); the router keeps its auxiliary losses until they are taken."""
@@ -87,19 +137,19 @@ class MoE(Routed):
         routing: Routing = self.router(x_TD, x_BLD.shape[1])
         # The weights say how much of each expert is here: under tensor parallelism every rank routes all its tokens, and
         # gradients are summed over the ranks.
-        self.router.keep(routing, self.w_gate.shape[1] / self.config.hidden)
+        self.router.keep(routing, self.experts.share)
         x_RD, counts_E, back = self.dispatch.send(x_TD, routing)
-        h_RF = swiglu(self.grouped_linear(x_RD, counts_E, "w_gate"), self.grouped_linear(x_RD, counts_E, "w_up"))
-        y_BLD = back(self.grouped_linear(h_RF, counts_E, "w_down")).view_as(x_BLD)
+        y_BLD = back(self.experts(x_RD, counts_E)).view_as(x_BLD)
         if not self.config.shared_hidden:
             return y_BLD
         shared_BLF = swiglu(self.linear(x_BLD, "shared_gate"), self.linear(x_BLD, "shared_up"))
-        return y_BLD + self.linear(shared_BLF, "shared_down")
+        shared_BLD = self.linear(shared_BLF, "shared_down")
+        if self.config.shared_weight == "sigmoid":
+            shared_BLD = shared_BLD * self.linear(x_BLD, "shared_share").sigmoid()
+        return y_BLD + shared_BLD
 
     def flops(self) -> float:
         """Forward FLOPs a token: the router, and the experts that it meets."""
-        flops = self.router.flops()
-        for name, axes in self.axes.items():
-            size: int = getattr(self, name).numel()
-            flops += 2.0 * size * (self.used["experts"] if "experts" in axes else 1.0)
-        return flops
+        experts = sum(weight.numel() for weight in self.experts.parameters()) * self.experts.used["experts"]
+        shared: int = sum(getattr(self, name).numel() for name in self.axes)
+        return self.router.flops() + 2.0 * (experts + shared)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import Field
 from torch import Tensor
 
@@ -13,6 +15,11 @@ class SwiGLUConfig(FeedForwardConfig):
     """silu(x Wg) · (x Wu) Wd."""
 
     hidden: int = Field(gt=0, description="width between the projections")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"": cls(hidden=48)}
 
     def build(self, *, width: int, output_scale: float) -> SwiGLU:
         """The network itself."""

@@ -5,7 +5,7 @@ Legend: B sequences, T tokens, D width, E experts, K experts a token.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
 from surefoot.config import FieldError
+from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
 
 
@@ -31,6 +32,14 @@ class TopKConfig(RouterConfig):
         "reproduces, or all of a forward pass on one rank",
     )
     z_loss: float = Field(default=1e-3, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `RouterConfig.examples`; heavy losses, so that a wrong one is seen."""
+        return {
+            "over chosen": cls(balance_loss=0.3, z_loss=0.2),
+            "over all": cls(softmax_over="all", balance_loss=0.3, z_loss=0.2),
+        }
 
     def check_top_k(self, top_k: int) -> None:
         """A softmax over one choice is 1 whatever its logit."""
@@ -56,7 +65,8 @@ class TopK(Router):
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
-        top_TK, experts_TK = logits_TE.topk(self.top_k)
+        experts_TK = decided(lambda: logits_TE.detach().topk(self.top_k).indices)
+        top_TK = logits_TE.gather(1, experts_TK)
         log_total_T1 = logits_TE.logsumexp(1, keepdim=True)
         chosen = self.config.softmax_over == "chosen"
         weights_TK = top_TK.softmax(1) if chosen else (top_TK - log_total_T1).exp()

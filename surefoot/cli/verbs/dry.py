@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from surefoot.cli.verbs.train import stretch
 from surefoot.config import ConfigError, override
 from surefoot.recipes.find import find_recipe
-from surefoot.study.dry import UNKNOWN, DryRun, dry_run, num_micro_batches, remedies
+from surefoot.study.dry import UNKNOWN, DryRun, dry_run, num_micro_batches, remedies, telling_ranks
 from surefoot.train.run import Run
 
 DEVICES = {"a100": "80GiB", "h100": "80GiB", "h200": "139GiB", "b200": "178GiB"}
@@ -47,7 +48,7 @@ def run(
     size = None if device_memory is None else parse_size(device_memory)
     chosen = override(find_recipe(recipe, allow), sets)
     chosen = stretch(chosen, ranks or chosen.plan.num_ranks)
-    found = [dry_run(chosen, rank) for rank in dict.fromkeys((0, chosen.plan.num_ranks - 1))]
+    found = [dry_run(chosen, rank) for rank in telling_ranks(chosen)]
     print("\n".join(described(chosen, found)))
     if size is None:
         return 0
@@ -62,24 +63,29 @@ def run(
 
 def described(chosen: Run, found: Sequence[DryRun]) -> list[str]:
     """The report as lines; ranks that are alike share a column."""
-    alike = len(found) == 1 or vars(found[0]) | {"rank": 0} == vars(found[1]) | {"rank": 0}
-    columns = found[:1] if alike else found
-    title = "each rank" if len(found) == 1 else f"ranks 0 and {found[-1].rank}" if alike else ""
-    heads = [title] if alike else [f"rank {each.rank}" for each in found]
+    columns: dict[str, list[DryRun]] = {}
+    for each in found:
+        columns.setdefault(repr(replace(each, rank=0)), []).append(each)
+    alike = [[each.rank for each in column] for column in columns.values()]
+    firsts = [column[0] for column in columns.values()]
+    heads = [f"ranks {' and '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in alike]
     lines = [
         f"{chosen.name}: {chosen.plan.describe()} ({chosen.plan.num_ranks} ranks); sequence {chosen.data.sequence_length}, "
         f"batch {chosen.train.batch}, {num_micro_batches(chosen)} x {chosen.micro_batch} samples a rank and step",
         row("", heads),
-        row("parameters held", [f"{each.holdings.parameters:,}" for each in columns]),
-        row("bytes of parameters", [shown(each.holdings.parameter_bytes) for each in columns]),
-        row("bytes of gradients, at most", [shown(each.gradient_bytes) for each in columns]),
-        row("bytes of optimizer state", [shown(each.holdings.state_bytes) for each in columns]),
-        row("kept for backward, one micro-batch", [shown(each.activation_bytes) for each in columns]),
-        row("most alive at once", [shown(each.peak_bytes) for each in columns]),
-        row("sent in a step", ["calls    bytes" for _ in columns]),
+        *([row("stages", [", ".join(map(str, each.stages)) for each in firsts])] if chosen.plan.pipeline > 1 else []),
+        row("parameters held", [f"{each.holdings.parameters:,}" for each in firsts]),
+        row("bytes of parameters", [shown(each.holdings.parameter_bytes) for each in firsts]),
+        row("bytes of gradients, at most", [shown(each.gradient_bytes) for each in firsts]),
+        row("bytes of optimizer state", [shown(each.holdings.state_bytes) for each in firsts]),
+        row("kept for backward, one micro-batch", [shown(each.activation_bytes) for each in firsts]),
+        row("kept at once, at most", [shown(each.kept_bytes) for each in firsts]),
+        row("  of so many passes through a stage", [str(each.in_flight) for each in firsts]),
+        row("most alive at once", [shown(each.peak_bytes) for each in firsts]),
+        row("sent in a step", ["calls    bytes" for _ in firsts]),
     ]
-    for flow in dict.fromkeys(flow for each in columns for flow in each.flows):
-        amounts = [each.flows.get(flow) for each in columns]
+    for flow in dict.fromkeys(flow for each in firsts for flow in each.flows):
+        amounts = [each.flows.get(flow) for each in firsts]
         lines.append(row(f"  {flow}", ["-" if a is None else f"{a.calls:,} {shown(a.sent):>12}" for a in amounts]))
     return [*lines, f"not known: {'; '.join(UNKNOWN)}"]
 
@@ -95,7 +101,7 @@ def remedy(chosen: Run, size: int, announce: Callable[[str], None]) -> str:
     for assignments, changed in remedies(chosen):
         text = " ".join(f"--set {assignment}" for assignment in assignments)
         announce(f"trying {text}")
-        peak = dry_run(changed).peak_bytes
+        peak = max(dry_run(changed, rank).peak_bytes for rank in telling_ranks(changed))
         if peak <= size:
             return f"nearest remedy: {text} ({shown(peak)})"
         best = min(best or (peak, assignments), (peak, assignments))

@@ -36,7 +36,7 @@ def run(
     set_threads(chosen.train.threads)
     device = choose_device("auto")
     model = load_model(chosen, checkpoint, device)
-    tokenizer = chosen.data.build(announce=_say).tokenizer
+    tokenizer = chosen.data.build_tokenizer(announce=_say)
     ids = [tokenizer.document, *tokenizer.encode_batch([prompt])[0].tolist()]
     new = generate(
         model,

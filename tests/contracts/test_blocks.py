@@ -1,0 +1,190 @@
+"""Every block keeps every contract, and each contract catches a block that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from surefoot.blocks.ffn.swiglu import SwiGLU, SwiGLUConfig
+from surefoot.blocks.mixers import attention as attention_module
+from surefoot.blocks.mixers.attention import Attention, AttentionConfig, KVState
+from surefoot.blocks.routers.topk import TopK
+from surefoot.cli.verbs import contracts as verb
+from surefoot.config import ConfigError
+from surefoot.dist.pool import Pool
+from surefoot.ops.documents import Documents
+from surefoot.study.contracts import LAYOUTS, SINGLE, BrokenError, Example, examples_of, find_blocks, on_ranks, try_on
+
+BLOCKS = find_blocks()
+EXAMPLES = [example for cls in BLOCKS for example in examples_of(cls)]
+FIRST = [examples_of(cls)[0] for cls in BLOCKS]
+
+
+@pytest.mark.parametrize("contract", SINGLE)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_every_block_keeps_every_contract(example: Example, contract: str) -> None:
+    finding = try_on(example, SINGLE[contract])
+    assert finding.failure is None
+    assert finding.reason is None, "every contract of one process applies to every block"
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("example", FIRST, ids=lambda example: example.name)
+def test_every_layout_trains_every_block_alike(example: Example, layouts: str, pool: Pool) -> None:
+    finding = try_on(example, on_ranks(LAYOUTS[layouts], pool))
+    assert finding.failure is None
+    assert finding.worst is not None or finding.reason
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e not in FIRST], ids=lambda example: example.name)
+def test_every_layout_trains_every_option_alike(example: Example, layouts: str, pool: Pool) -> None:
+    test_every_layout_trains_every_block_alike(example, layouts, pool)
+
+
+def test_blocks_are_found_in_every_folder() -> None:
+    assert {AttentionConfig, SwiGLUConfig} < set(BLOCKS)
+    assert {cls.__module__.split(".")[2] for cls in BLOCKS} == {"mixers", "ffn", "routers"}
+    assert len(BLOCKS) == len(set(BLOCKS))
+
+
+class Silent(SwiGLUConfig):
+    """A block that forgot its examples."""
+
+    @classmethod
+    def examples(cls) -> dict[str, Silent]:
+        return {}
+
+
+def test_a_block_without_examples_is_broken() -> None:
+    with pytest.raises(BrokenError, match="Silent gives no examples"):
+        examples_of(Silent)
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def forward(change: Callable[[Attention, Tensor, Documents, object], Tensor]) -> Fault:
+    """Attention with something wrong."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = Attention.forward
+
+        def wrong(self: Attention, x: Tensor, docs: Documents, state: object = None, shared: object = None) -> Tensor:
+            return real(self, x, docs, state, shared) + change(self, x, docs, state)
+
+        patch.setattr(Attention, "forward", wrong)
+
+    return plant
+
+
+def trace(x_BLD: Tensor, decay: float) -> Tensor:
+    """A sum over the past that knows of no document."""
+    y = [torch.zeros_like(x_BLD[:, 0])]
+    for place in range(x_BLD.shape[1] - 1):
+        y.append(decay * y[-1] + x_BLD[:, place])
+    return torch.stack(y, 1)
+
+
+def replaced(owner: type, name: str, wrong: object) -> Fault:
+    return lambda patch: patch.setattr(owner, name, wrong)
+
+
+def stray_weight(patch: pytest.MonkeyPatch) -> None:
+    real = Attention.__init__
+
+    def init(self: Attention, config: AttentionConfig, width: int, scale: float) -> None:
+        real(self, config, width, scale)
+        self.stray = torch.nn.Parameter(torch.ones(3))
+
+    patch.setattr(Attention, "__init__", init)
+
+
+def solid_buffer(patch: pytest.MonkeyPatch) -> None:
+    real = Attention.__init__
+
+    def init(self: Attention, config: AttentionConfig, width: int, scale: float) -> None:
+        real(self, config, width, scale)
+        self.table = torch.ones(3, device="cpu")
+
+    patch.setattr(Attention, "__init__", init)
+
+
+def unsaved(patch: pytest.MonkeyPatch) -> None:
+    """What a block computes depends on a number that is drawn when it is built and lies in no checkpoint."""
+    real, numbers = SwiGLU.__init__, iter(range(100))
+
+    def init(self: SwiGLU, config: SwiGLUConfig, width: int, scale: float) -> None:
+        real(self, config, width, scale)
+        self.offset = next(numbers)
+
+    patch.setattr(SwiGLU, "__init__", init)
+    patch.setattr(SwiGLU, "forward", lambda self, x: x * self.offset)
+
+
+def narrow_overflow(patch: pytest.MonkeyPatch) -> None:
+    real = attention_module.linear
+    patch.setattr(
+        attention_module,
+        "linear",
+        lambda x, *w: real(x, *w) if x.dtype is not torch.bfloat16 else real(x, *w) * float("inf"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("contract", "fault", "said"),
+    [
+        ("causal", forward(lambda _s, x, _d, _t: x.roll(-1, 1)), "outputs change with later tokens"),
+        ("causal", forward(lambda _s, x, _d, _t: x.mean(1, keepdim=True).detach()), "outputs change with later tokens"),
+        ("causal", replaced(TopK, "looks_ahead", True), "no leak is found"),
+        ("packing", forward(lambda _s, x, _d, _t: trace(x, 0.99)), "see each other"),
+        ("packing", forward(lambda _s, x, _d, _t: 1e-6 * trace(x, 0.01)), "see each other"),
+        ("steps", forward(lambda _s, x, _d, _t: trace(x, 0.99)), "passes in parts differ"),
+        ("meta", stray_weight, "names no axes"),
+        ("meta", solid_buffer, "table has memory on meta"),
+        ("FLOPs", replaced(SwiGLU, "flops", lambda _: 1.0), "are measured"),
+        ("FLOPs", replaced(Attention, "use_plain", lambda _: None), "are measured"),
+        ("bytes", replaced(Attention, "state_bytes", lambda *_: 7), "declares 7 bytes after 5 positions"),
+        ("bf16", narrow_overflow, "not finite"),
+        ("files", unsaved, "a model read back computes something else"),
+    ],
+)
+def test_each_contract_catches_its_fault(
+    contract: str, fault: Fault, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = next(e for e in EXAMPLES if e.name == ("TopK: over all" if "leak" in said else "SwiGLU"))
+    fresh = Example(example.name, example.config)
+    fault(monkeypatch)
+    failure = try_on(fresh, SINGLE[contract]).failure
+    assert failure is not None
+    assert said in failure
+
+
+def test_a_state_that_keeps_too_much_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = KVState.extend
+
+    def hoard(self: KVState, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.kept = [*getattr(self, "kept", []), k.clone()]
+        return real(self, k, v)
+
+    monkeypatch.setattr(KVState, "extend", hoard)
+    assert "and holds" in (try_on(EXAMPLES[0], SINGLE["bytes"]).failure or "")
+
+
+@cache
+def table(name: str) -> int:
+    return verb.run(name)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table("swiglu") == 0
+    said = capsys.readouterr().out
+    assert "1 examples of 1 blocks, 0 failures" in said
+    assert "has no experts to share out" in said
+    with pytest.raises(ConfigError, match="is no block; there are attention"):
+        verb.run("nonsense")
