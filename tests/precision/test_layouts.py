@@ -12,7 +12,7 @@ from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError
-from surefoot.dist.mesh import own_mesh
+from surefoot.dist.mesh import DATA, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
 from surefoot.parallel.apply import check, lay_out
@@ -86,7 +86,7 @@ def seen(plan: Plan, config: DecoderConfig, precision: PrecisionConfig) -> Seen 
         precision=precision,
     )
     ranks = Ranks(mesh, torch.device("cpu"))
-    size, index = BATCH // 2 // plan.num_data_ranks, mesh.index("replicate", "shard")
+    size, index = BATCH // 2 // plan.num_data_ranks, mesh.index(*DATA)
     micro_batches = [
         tuple(half[index * size :][:size] for half in halves)
         for halves in zip(*(t.chunk(2) for t in batch()), strict=True)
