@@ -6,7 +6,7 @@ Legend: B batch, L length, D width, T tokens, E experts, K experts a token, R = 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from surefoot.config import Config
 from surefoot.ops.autograd import is_again
 from surefoot.ops.documents import Documents
+from surefoot.ops.grouped import grouped_linear
+from surefoot.ops.linear import linear
 
 EXAMPLE_WIDTH, EXAMPLE_EXPERTS = 32, 8
 """Of the models in which examples of blocks are tried."""
@@ -34,6 +36,28 @@ class Initial:
         return full if self.std == 0 else full.add_(torch.randn(shape, generator=generator), alpha=self.std)
 
 
+class Product(Protocol):
+    """Multiplies activations by weights of a block, which it is told by their names there."""
+
+    def linear(self, x: Tensor, weights_OI: Mapping[str, Tensor]) -> Tensor:
+        """As `ops.linear`: x (..., I) through one weight, or through several side by side, (..., ΣO)."""
+
+    def grouped(self, x_RI: Tensor, counts_E: Tensor, name: str, weight_EOI: Tensor) -> Tensor:
+        """As `ops.grouped_linear`: rows (R, I) through their group's matrix, (R, O)."""
+
+
+class Exact:
+    """In the dtype of the activations."""
+
+    def linear(self, x: Tensor, weights_OI: Mapping[str, Tensor]) -> Tensor:
+        """See `Product.linear`."""
+        return linear(x, *weights_OI.values())
+
+    def grouped(self, x_RI: Tensor, counts_E: Tensor, name: str, weight_EOI: Tensor) -> Tensor:  # noqa: ARG002
+        """See `Product.grouped`."""
+        return grouped_linear(x_RI, counts_E, weight_EOI)
+
+
 class Block(nn.Module):
     """A module whose own weights each carry logical axes and an initial distribution.
 
@@ -42,10 +66,13 @@ class Block(nn.Module):
     `used[axis]` is the share of the entries along an axis that one token meets (of experts, say); 1 where not given.
     `states[name]` names the axes of a buffer that is part of the function: it starts at 0, learns otherwise than by gradient,
     is whole in every layout, and checkpoints hold it beside the weights.
+    `product` multiplies by its weights and may be swapped for one in narrower numbers; products that must stay as they are
+    (a router's) do not go through it.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.product: Product = Exact()
         self.axes: dict[str, tuple[str, ...]] = {}
         self.units: dict[str, int] = {}
         self.used: dict[str, float] = {}
@@ -60,6 +87,14 @@ class Block(nn.Module):
         self.register_parameter(name, weight)
         self.axes[name], self.initial[name] = axes, initial
         return weight
+
+    def linear(self, x: Tensor, *names: str) -> Tensor:
+        """x (..., I) through one weight of this block, or through several side by side, (..., ΣO), in x's dtype."""
+        return self.product.linear(x, {name: getattr(self, name) for name in names})
+
+    def grouped_linear(self, x_RI: Tensor, counts_E: Tensor, name: str) -> Tensor:
+        """Rows (R, I) sorted by group through their group's matrix of a weight, (R, O), in x's dtype."""
+        return self.product.grouped(x_RI, counts_E, name, getattr(self, name))
 
     def add_state(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
         """Register one buffer of `states`."""

@@ -21,7 +21,6 @@ from surefoot.config import FieldError
 from surefoot.ops.conv import causal_conv
 from surefoot.ops.delta import delta, delta_flops
 from surefoot.ops.documents import Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.runs import OneRun, Runs
 
 NORM_EPS = 1e-6
@@ -101,9 +100,9 @@ class DeltaMixer(Mixer):
     ) -> Tensor:
         """(B, L, D) to (B, L, D)."""
         config = self._config
-        weights = (self.w_q, self.w_k, self.w_v, self.w_beta)
-        sizes = [weight.shape[0] for weight in weights]  # under tensor parallelism, of this rank
-        qkv, beta = linear(x_BLD, *weights).split((sum(sizes[:3]), sizes[3]), -1)
+        weights = ("w_q", "w_k", "w_v", "w_beta")
+        sizes = [getattr(self, name).shape[0] for name in weights]  # under tensor parallelism, of this rank
+        qkv, beta = self.linear(x_BLD, *weights).split((sum(sizes[:3]), sizes[3]), -1)
         taps = torch.cat((self.conv_q, self.conv_k, self.conv_v))
         tail = None if state is None else state.tail_BTC
         qkv, tail_BTC = causal_conv(qkv, taps, None, docs, self.runs, tail)
@@ -127,7 +126,7 @@ class DeltaMixer(Mixer):
             state.advance(tail_BTC, last(), x_BLD.shape[1])
         # Normed first and gated then, the other way round than Mamba-2.
         gated = self.norm(y_BLHV).flatten(2) * self.gate(x_BLD)
-        return linear(gated.to(x_BLD.dtype), self.w_out)
+        return self.linear(gated.to(x_BLD.dtype), "w_out")
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> DeltaState:  # noqa: ARG002 - of one size
         """Zeros; the state is kept in at least fp32."""

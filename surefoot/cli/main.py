@@ -127,6 +127,9 @@ def verify(
         bool, typer.Option("--blocks", help="Instead of layouts: every contract of every block, as one table.")
     ] = False,
     ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes at most.")] = 8,
+    compute: Annotated[
+        str, typer.Option("--compute", help="fp64: to the last digits; bf16: as far from fp64 as one process is.")
+    ] = "fp64",
     sets: Sets = None,
     allow: Allow = None,
 ) -> None:
@@ -135,7 +138,23 @@ def verify(
         raise typer.Exit(_verb("contracts").run(recipe))
     if recipe is None:
         raise typer.BadParameter("give a recipe, or --blocks", param_hint="RECIPE")
-    raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or []))
+    raise typer.Exit(_verb("verify").run(recipe, plans or [], check_all, ranks, sets or [], allow or [], compute))
+
+
+@app.command()
+def precision(
+    recipe: Recipe,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", metavar="NAME", help="bf16, or what precision.products may be. Repeat; all by default."
+        ),
+    ] = None,
+    sets: Sets = None,
+    allow: Allow = None,
+) -> None:
+    """Say what each number format does to every product of a model and to its loss, on this machine's CPU."""
+    _verb("precision").run(recipe, formats or [], sets or [], allow or [])
 
 
 @app.command()

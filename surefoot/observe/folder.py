@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from surefoot.config import Config, RunError, to_json
-from surefoot.observe.schema import EvaluationReport, Hook, SampleReport, StepReport
+from surefoot.observe.schema import EvaluationReport, Hook, ProductReport, SampleReport, StepReport
+
+_PRODUCTS = "records/products.jsonl"
 
 
 class RunFolder(Hook):
     """Creates, opens and writes a run folder; as a hook it records every step.
 
-    run.json (re-runnable configuration), facts.json, metrics.jsonl, evaluations.jsonl, samples/, checkpoints/,
+    run.json (re-runnable configuration), facts.json, metrics.jsonl, evaluations.jsonl, records/, samples/, checkpoints/,
     data.json, report.html.
     """
 
@@ -73,7 +75,7 @@ class RunFolder(Hook):
 
     def rewind(self, step: int) -> None:
         """Forget records after `step`: they will be made again. A line torn by a kill goes with them."""
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for name in ("metrics.jsonl", "evaluations.jsonl", _PRODUCTS):
             file = self.path / name
             if file.exists():
                 kept = [line for line in read_lines(file) if line.get("step", math.inf) <= step]
@@ -85,6 +87,11 @@ class RunFolder(Hook):
     def on_step(self, report: StepReport) -> None:
         """Append a line to metrics.jsonl."""
         self._append("metrics.jsonl", dataclasses.asdict(report))
+
+    def on_products(self, report: ProductReport) -> None:
+        """Append a line to records/products.jsonl."""
+        (self.path / _PRODUCTS).parent.mkdir(exist_ok=True)
+        self._append(_PRODUCTS, dataclasses.asdict(report))
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Append a line to evaluations.jsonl."""

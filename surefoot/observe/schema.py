@@ -21,7 +21,9 @@ class StepReport:
     worked longest in the step before, without its waits for others, and `slowest_ratio` times the median of all ranks;
     null where that is not known (one rank, a GPU, the first step). `router` says how evenly experts were chosen in the step
     and what that cost: `load_entropy`, `max_load_share`, `dead_experts` and `auxiliary_loss`, the weighted losses of all
-    routers on the scale of `loss`; empty for a model without routers.
+    routers on the scale of `loss`; empty for a model without routers. `products` is the worst over
+    all narrow products of the step: `saturated` and `underflowed` as shares of an operand, `scale_age` in steps; empty where
+    products are in the compute dtype.
     """
 
     step: int
@@ -48,6 +50,21 @@ class StepReport:
     slowest_rank: int | None = None
     slowest_ratio: float | None = None
     router: dict[str, float] = field(default_factory=dict)
+    products: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProductReport:
+    """Each operand of each narrow product of one step, by `weight/role` (input, weight, gradient); a line of
+    records/products.jsonl.
+
+    `amax` is the largest magnitude; `narrowed` the share of entries that were quantised; of these `saturated` lay beyond the
+    format and `underflowed` (of a sample) became 0; `scale_age` is in steps, 0 where the scale is the operand's own. Weights
+    that multiply one input side by side count it as the first one's.
+    """
+
+    step: int
+    products: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,9 @@ class Hook:
 
     def on_step(self, report: StepReport) -> None:
         """After every optimizer step."""
+
+    def on_products(self, report: ProductReport) -> None:
+        """Now and then, where products are narrow."""
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """After every evaluation."""

@@ -23,14 +23,14 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
         ctx.save_for_backward(x_RI, counts_E, weight_EOI)
-        return _products(x_RI, weight_EOI.mT, counts_E)
+        return products(x_RI, weight_EOI.mT, counts_E)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         x_RI, counts_E, weight_EOI = ctx.saved_tensors
         grad_RO = grads[0].contiguous()
-        grad_x_RI = _products(grad_RO, weight_EOI, counts_E) if ctx.needs_input_grad[0] else None
-        grad_EOI = _outer_products(grad_RO, x_RI, counts_E, weight_EOI) if ctx.needs_input_grad[2] else None
+        grad_x_RI = products(grad_RO, weight_EOI, counts_E) if ctx.needs_input_grad[0] else None
+        grad_EOI = outer_products(grad_RO, x_RI, counts_E, weight_EOI) if ctx.needs_input_grad[2] else None
         return grad_x_RI, None, grad_EOI
 
 
@@ -51,7 +51,7 @@ def grouped_linear_plain(x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> 
     )
 
 
-def _products(x_RI: Tensor, matrix_EIO: Tensor, counts_E: Tensor) -> Tensor:
+def products(x_RI: Tensor, matrix_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """Each group of rows times its matrix."""
     if _has_kernel(x_RI, matrix_EIO):
         return F.grouped_mm(x_RI, matrix_EIO.to(x_RI.dtype), offs=_ends(counts_E))
@@ -63,7 +63,7 @@ def _products(x_RI: Tensor, matrix_EIO: Tensor, counts_E: Tensor) -> Tensor:
     return y_RO
 
 
-def _outer_products(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
+def outer_products(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
     """Each group's gᵀ x, shaped and typed like the weight; zero where a group is empty."""
     if _has_kernel(x_RI, weight_EOI):
         return F.grouped_mm(grad_RO.t(), x_RI, offs=_ends(counts_E)).to(weight_EOI.dtype)

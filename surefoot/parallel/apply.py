@@ -1,5 +1,5 @@
-"""The order of passes, in one place: swap attention and dispatch -> cut weights -> collectives around blocks -> take this
-rank's stages -> recompute -> shard -> materialise -> initialise.
+"""The order of passes, in one place: narrow products -> swap attention and dispatch -> cut weights -> collectives around
+blocks -> take this rank's stages -> recompute -> shard -> materialise -> initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from surefoot.dist.mesh import Mesh
+from surefoot.dist.collectives import max_
+from surefoot.dist.mesh import DATA, Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
 from surefoot.parallel import context, expert, pipeline, shard, tensor
@@ -24,6 +25,10 @@ from surefoot.parallel.pipeline import Feed, Pipeline, Stage
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import Recomputation, recompute
 from surefoot.parallel.shard import DataParallel, Local
+from surefoot.precision import swap
+from surefoot.precision.meter import Meter
+from surefoot.precision.policy import DEFAULT, PrecisionConfig
+from surefoot.precision.product import Sharing
 
 MicroBatch = tuple[Tensor, Tensor, Tensor]
 """Tokens, targets and document numbers, each (B, L): this rank's samples, whole sequences."""
@@ -64,7 +69,7 @@ class Whole:
 
 @dataclass
 class Laid:
-    """A model laid out over a mesh. `model` has memory only where there is no pipeline."""
+    """A model laid out over a mesh. `model` has memory only where there is no pipeline; `meter` watches narrow products."""
 
     model: Decoder
     mesh: Mesh
@@ -72,6 +77,7 @@ class Laid:
     passes: Passes
     copies: Copies | None
     recomputation: Recomputation | None
+    meter: Meter | None
 
     @property
     def locals(self) -> list[Local]:
@@ -109,14 +115,24 @@ class Laid:
         return [context.cut(self.mesh, *micro_batch) for micro_batch in micro_batches]
 
 
-def check(plan: Plan, config: DecoderConfig, sequence_length: int) -> None:
-    """`ConfigError` where the plan cannot carry the model; needs no process group."""
+def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: PrecisionConfig = DEFAULT) -> None:
+    """`ConfigError` where the plan cannot carry the model in these numbers; needs no process group."""
     with torch.device("meta"):
         model = config.build()
     pipeline.check(model, plan)
     tensor.check(model, plan.tensor, sequence_length)
     expert.check(model, plan.expert)
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
+    chunks = 2 * plan.context if plan.context > 1 else 1
+    swap.check(
+        _named_layers(model),
+        precision,
+        cut=tensor.cut_dim,
+        num_cut=plan.tensor,
+        run=sequence_length // chunks,
+        run_is=f"the {sequence_length} of data.sequence_length"
+        + (f" in each of {chunks} chunks (plan.context {plan.context})" if chunks > 1 else ""),
+    )
 
 
 def lay_out(
@@ -128,13 +144,25 @@ def lay_out(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    precision: PrecisionConfig = DEFAULT,
 ) -> Laid:
-    """Build, cut, shard and initialise a model; every rank of the mesh calls it at the same time."""
+    """Build, cut, shard and initialise a model, weights in `dtype`; every rank of the mesh calls it at the same time."""
     with torch.device("meta"):
         model = config.build().to(dtype)
     layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
     bounds = pipeline.bounds_of(model, plan.num_stages, sequence_length)
+    meter = swap.swap(
+        _named_layers(model),
+        precision,
+        cut=tensor.cut_dim,
+        sharing=Sharing(
+            tokens=lambda amax: max_(amax, mesh.group(*DATA, "context")),
+            expert_tokens=lambda amax: max_(amax, mesh.group("replicate", "shard", "context")),
+            features=lambda amax: max_(amax, mesh.group("tensor")),
+        ),
+        device=device,
+    )
     context.apply(model, mesh, plan.context_kind)
     expert.apply(model, mesh)
     cut_weights(model, mesh, layouts)
@@ -153,7 +181,11 @@ def lay_out(
             local.part.copy_(full[local.layout.box(mesh.grid, mesh.coordinates).slices])
     data_parallel.after_step()
     if not stages:
-        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation)
+        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation, meter)
     passes = Pipeline(plan, stages, mesh, config.stream_width, device)
     copies = Copies(plan, mesh, data_parallel) if config.tied else None
-    return Laid(model, mesh, data_parallel, passes, copies, recomputation)
+    return Laid(model, mesh, data_parallel, passes, copies, recomputation, meter)
+
+
+def _named_layers(model: Decoder) -> list[tuple[str, nn.Module]]:
+    return [(f"layers.{name}", layer) for name, layer in model.layers.named_children()]

@@ -55,7 +55,8 @@ from surefoot.optim.adamw import AdamWConfig
 from surefoot.optim.schedule import LinearToZero
 from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
-from surefoot.study.verify import Share, judge, noise_of, num_micro_batches, one_process, trial
+from surefoot.precision.policy import PrecisionConfig
+from surefoot.study.verify import Share, judge, num_micro_batches, reference_of, trial
 from surefoot.train.run import Run, TrainConfig
 
 EXACT = 1e-10
@@ -115,14 +116,14 @@ class Example:
             data=CorpusConfig(sources=(source,), tokenizer=BytesConfig(), sequence_length=LENGTH),
             optim=AdamWConfig(lr=0.01),
             schedule=LinearToZero(),
+            precision=PrecisionConfig(compute="fp64"),
             train=TrainConfig(num_steps=1, batch=16),
         )
 
     @cached_property
     def reference(self) -> tuple[list[Share], dict[str, float]]:
-        """What one process trains, and how much of that is noise."""
-        shares = one_process(self.run)
-        return shares, noise_of(self.run, shares)
+        """What one process trains, and how far from it a layout may be."""
+        return reference_of(self.run)
 
     def built(self) -> Decoder:
         """The model in fp64, its weights drawn and those that all start alike drawn anew; states too."""

@@ -72,11 +72,20 @@ class DryRun:
 
 def dry_run(run: Run, rank: int = 0) -> DryRun:
     """One step of `run` on `rank`; `ConfigError` where the plan is not legal, as in training."""
-    check(run.plan, run.model, run.data.sequence_length)
+    check(run.plan, run.model, run.data.sequence_length, run.precision)
     dtype = run.precision.weight_dtype
     with fake_world(run.plan.grid, rank) as world:
         length, seed = run.data.sequence_length, run.train.seed
-        laid = lay_out(run.plan, run.model, world.mesh, sequence_length=length, dtype=dtype, device=META, seed=seed)
+        laid = lay_out(
+            run.plan,
+            run.model,
+            world.mesh,
+            sequence_length=length,
+            dtype=dtype,
+            device=META,
+            seed=seed,
+            precision=run.precision,
+        )
         world.counter.restart()
         params = laid_params(laid)
         optimizer = run.optim.build(params)
@@ -197,7 +206,7 @@ def remedies(run: Run) -> Iterator[tuple[list[str], Run]]:
     for assignments in changes:
         try:
             changed = override(run, assignments)
-            check(changed.plan, changed.model, changed.data.sequence_length)
+            check(changed.plan, changed.model, changed.data.sequence_length, changed.precision)
         except ConfigError:
             continue
         yield assignments, changed

@@ -7,7 +7,10 @@ the steps all is saved, lost and loaded: bits must return, and one process must 
 and all else that starts at one value is drawn anew first: there a dropped one would not be seen.
 
 How much may differ is measured, not guessed: one process with its sums in another order (other micro-batches) is the noise,
-and a plan passes within `MARGIN` times it.
+and a plan passes within `MARGIN` times it. Narrow products are narrow around fp64, so that they too are compared to the last
+digits; where a scale is of what a forward pass holds, one process takes the same passes, and noise is another order of
+samples in them. In bf16 what differs is rounding itself: there one process in fp64 is the truth, and a plan passes if it is
+at most `MARGIN_BF16` times as far from it as one process in bf16.
 """
 
 from __future__ import annotations
@@ -39,9 +42,11 @@ from surefoot.train.run import Run
 from surefoot.train.state import laid_params, states_of
 
 BATCH, LENGTH, DEPTH, STEPS = 16, 64, 2, 2
-MARGIN = 100.0
+MARGIN, MARGIN_BF16 = 100.0, 2.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
+UNIT_BF16 = 2.0**-9
+"""Half the distance of bf16 numbers: by which any one number may be off."""
 
 SGD_RATE = 0.1
 
@@ -81,17 +86,29 @@ class Verdict:
     failure: str | None
 
 
-def shrunk(run: Run) -> Run:
-    """The run small enough for a laptop: few layers, one of each kind, a short sequence, 16 samples a step, fp64, one process."""
-    length = min(LENGTH, run.data.sequence_length)
-    model = run.model.in_short(min(DEPTH, run.model.depth))
+def shrunk(run: Run, compute: str = "fp64") -> Run:
+    """The run small enough for a laptop: few layers, one of each kind, a short sequence, 16 samples a step, one process.
+
+    Narrow products keep their kind, in at least one layer; tiles are short, so that context parallelism may cut between them.
+    """
+    kind, length, depth, narrow = run.precision.kind, LENGTH, DEPTH, []
+    if kind is not None:
+        depth += run.precision.num_kept
+        length *= 2 if kind.has_tiles else 1
+        narrow = [
+            "precision.keep_layers=null",
+            *(["precision.tile=16"] if run.precision.products == "blockwise" else []),
+        ]
+    length = min(length, run.data.sequence_length)
+    model = run.model.in_short(min(depth, run.model.depth))
     train = run.train.model_copy(update={"micro_batch": None})
     small = override(
         run.model_copy(update={"model": model, "plan": Plan(), "train": train}),
         [
             f"train.batch={BATCH}",
             f"data.sequence_length={length}",
-            "precision.compute=fp64",
+            f"precision.compute={compute}",
+            *narrow,
         ],
     )
     return small
@@ -152,7 +169,7 @@ def parse_plan(text: str) -> Plan:
 def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verdict], None]) -> list[Verdict]:
     """A verdict for each plan of a shrunk run; each is announced as it is reached."""
     for plan in plans:
-        check(plan, deep_enough(run, plan).model, run.data.sequence_length)
+        check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
         if num_micro_batches(plan) is None:
             raise ConfigError(
                 "plan",
@@ -161,16 +178,17 @@ def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verd
             )
         if plan.num_ranks > pool.num_ranks:
             raise ConfigError("plan", plan.describe(), f"needs {plan.num_ranks} ranks; give --ranks {plan.num_ranks}")
-    references: dict[int, tuple[list[Share], dict[str, float]]] = {}
+    references: dict[object, tuple[list[Share], dict[str, float]]] = {}
     verdicts = []
     for plan in plans:
         deep = deep_enough(run, plan)
-        if deep.model.depth not in references:
-            reference = one_process(deep)
-            references[deep.model.depth] = reference, noise_of(deep, reference)
+        passes = _passes_of(deep, plan)
+        key = (deep.model.depth, passes)
+        if key not in references:
+            references[key] = reference_of(deep, passes)
         with TemporaryDirectory() as folder:
             shares = pool.run(trial, deep, plan, num_micro_batches(plan), Path(folder))
-        verdict = judge(plan, shares, *references[deep.model.depth])
+        verdict = judge(plan, shares, *references[key])
         announce(verdict)
         verdicts.append(verdict)
     return verdicts
@@ -184,22 +202,56 @@ def num_micro_batches(plan: Plan) -> int | None:
     return min(2, rank_batch) if plan.pipeline == 1 else plan.num_micro_batches(rank_batch)
 
 
-def one_process(run: Run, num_micro: int = 1) -> list[Share]:
+Passes = tuple[tuple[int, ...], ...]
+"""Which samples go through the model together, pass by pass."""
+
+ALL: Passes = (tuple(range(BATCH)),)
+
+
+def _passes_of(run: Run, plan: Plan) -> Passes:
+    """Of one process that is to be compared with a plan: all samples at once, unless those of a pass share scales."""
+    kind, num_micro = run.precision.kind, num_micro_batches(plan)
+    if kind is None or not kind.is_of_pass or num_micro is None:
+        return ALL
+    by_rank = torch.arange(BATCH).view(plan.num_data_ranks, num_micro, -1)
+    return tuple(tuple(samples.flatten().tolist()) for samples in by_rank.unbind(1))
+
+
+def reference_of(run: Run, passes: Passes = ALL) -> tuple[list[Share], dict[str, float]]:
+    """One process, and how far from it a plan may be."""
+    if run.precision.compute != "fp64":
+        exact = one_process(override(run, ["precision.compute=fp64"]), passes)
+        own = _differences(one_process(run, passes), exact)
+        allowed = {quantity: MARGIN_BF16 * max(error, UNIT_BF16) for quantity, error in own.items()}
+        return exact, allowed | dict.fromkeys(EXACT, 0.0)
+    reference = one_process(run, passes)
+    return reference, _allowed(run, reference, passes)
+
+
+def one_process(run: Run, passes: Passes = ALL) -> list[Share]:
     """The trial of one process, as the only share."""
+    order = [sample for samples in passes for sample in samples]
     with TemporaryDirectory() as folder:
-        return [share for share in [trial(run, Plan(), num_micro, Path(folder))] if share is not None]
+        return [share for share in [trial(run, Plan(), len(passes), Path(folder), order)] if share is not None]
 
 
-def noise_of(run: Run, reference: Sequence[Share]) -> dict[str, float]:
-    """How much each quantity differs when the same sums are taken in another order."""
-    reordered = one_process(run, BATCH)
-    return {quantity: max(_difference(reordered, reference, quantity)[0], FLOOR) for quantity in QUANTITIES}
+def _allowed(run: Run, reference: Sequence[Share], passes: Passes) -> dict[str, float]:
+    """`MARGIN` times what each quantity differs by when the same sums are taken in another order."""
+    is_fixed = len(passes) > 1 or (run.precision.kind is not None and run.precision.kind.is_of_pass)
+    other = tuple(samples[::-1] for samples in passes) if is_fixed else tuple((sample,) for sample in range(BATCH))
+    reordered = _differences(one_process(run, other), reference)
+    allowed = {quantity: MARGIN * max(error, FLOOR) for quantity, error in reordered.items()}
+    return allowed | dict.fromkeys(EXACT, 0.0)
+
+
+def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, float]:
+    return {quantity: _difference(shares, reference, quantity)[0] for quantity in QUANTITIES}
 
 
 def judge(
-    plan: Plan, shares: Sequence[Share | None], reference: Sequence[Share], noise: Mapping[str, float]
+    plan: Plan, shares: Sequence[Share | None], reference: Sequence[Share], allowed: Mapping[str, float]
 ) -> Verdict:
-    """Whether the ranks' shares are those of one process."""
+    """Whether the ranks' shares are those of one process, within what is allowed."""
     present = [share for share in shares if share is not None]
     worst: dict[str, float] = {}
     for quantity in QUANTITIES:
@@ -208,9 +260,8 @@ def judge(
         except _DisagreementError as disagreement:
             return Verdict(plan, worst, str(disagreement))
         worst[quantity] = error
-        allowed = 0.0 if quantity in EXACT else MARGIN * noise[quantity]
-        if not error <= allowed:
-            said = f"{quantity}: {name} is off by {error:.1e}, allowed {allowed:.1e}"
+        if not error <= allowed[quantity]:
+            said = f"{quantity}: {name} is off by {error:.1e}, allowed {allowed[quantity]:.1e}"
             return Verdict(plan, worst, said + (_where(present, reference) if quantity == "loss" else ""))
     return Verdict(plan, worst, None)
 
@@ -253,7 +304,8 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
         return {quantity: torch.tensor([shares[0].numbers[quantity]], dtype=torch.float64)}
     full: dict[str, Tensor] = {}
     for share in shares:
-        for name, (box, shape, values) in share.parts.get(quantity, {}).items():
+        for name, (box, shape, narrow) in share.parts.get(quantity, {}).items():
+            values = narrow.double()
             whole = full.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
             there = whole[box.slices]
             if (
@@ -269,13 +321,23 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
     return full
 
 
-def trial(run: Run, plan: Plan, num_micro: int, folder: Path) -> Share | None:
-    """One rank's part of two steps, with a checkpoint between them in `folder`; None on a rank that the plan does not use."""
-    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
+def trial(run: Run, plan: Plan, num_micro: int, folder: Path, order: Sequence[int] = range(BATCH)) -> Share | None:
+    """One rank's part of two steps on the samples in that order, with a checkpoint between them in `folder`; None on a rank
+    that the plan does not use."""
+    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), run.precision.compute_dtype
     if mesh is None:
         return None
     length, seed = run.data.sequence_length, run.train.seed
-    laid = lay_out(plan, run.model, mesh, sequence_length=length, dtype=dtype, device=cpu, seed=seed)
+    laid = lay_out(
+        plan,
+        run.model,
+        mesh,
+        sequence_length=length,
+        dtype=run.precision.weight_dtype,
+        device=cpu,
+        seed=seed,
+        precision=run.precision,
+    )
     ranks, params = Ranks(mesh, cpu), laid_params(laid)
     share = Share()
     for param in params:
@@ -283,15 +345,20 @@ def trial(run: Run, plan: Plan, num_micro: int, folder: Path) -> Share | None:
     _redraw_constants(params, constant_starts(build_meta(run.model)))
     laid.after_step()
     optimizer = run.optim.build(params)
-    batch = ragged_batch(run.model.vocab_size, run.data.sequence_length)
+    drawn = ragged_batch(run.model.vocab_size, run.data.sequence_length)
+    batch = [tensor[list(order)] for tensor in drawn]
     num_tokens = int((batch[1] >= 0).sum())
     own = ranks.own(BATCH)
     micro_batches: list[MicroBatch] = list(zip(*(tensor[own].chunk(num_micro) for tensor in batch), strict=True))
+    # Delayed scales come from the step before: the first is not narrow.
+    compared = 0 if run.precision.history_steps is None else STEPS - 1
     for step in range(STEPS):
         optimizer.zero_grad()
         (nll, _) = ranks.sums(*laid.accumulate(micro_batches, num_tokens, dtype))
+        if laid.meter is not None:
+            ranks.end_step(laid.meter)
         norm = global_norm(params, ranks.group)
-        if step == 0:
+        if step == compared:
             before = {param.name: param.tensor.detach().clone() for param in params}
             share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
             for param in params:
@@ -359,7 +426,7 @@ def ragged_batch(vocab_size: int, length: int) -> MicroBatch:
 def _legal(values: Mapping[str, Any], run: Run) -> Plan | None:
     try:
         plan = Plan(**values)
-        check(plan, deep_enough(run, plan).model, run.data.sequence_length)
+        check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
     except ConfigError:
         return None
     return plan if num_micro_batches(plan) is not None else None

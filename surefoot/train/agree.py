@@ -23,6 +23,7 @@ from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import AXES, DATA, Mesh
 from surefoot.dist.objects import all_objects
 from surefoot.optim.base import Param
+from surefoot.precision.meter import Meter
 
 
 class StepFacts(NamedTuple):
@@ -84,6 +85,10 @@ class Ranks:
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         found: list[float] = sum_(own if self._brings_losses else torch.zeros_like(own), self.group).tolist()
         return found
+
+    def end_step(self, meter: Meter) -> dict[str, dict[str, float]]:
+        """What was seen of narrow products in a step, over all ranks (`Meter.end_step`)."""
+        return meter.end_step(lambda x: sum_(x, self.group), lambda x: max_(x, self.group))
 
     def norms(self, params: Sequence[Param]) -> dict[str, float | None]:
         """The gradient norm of each logical weight; None where there is no gradient."""

@@ -59,6 +59,9 @@ class ObserveConfig(Config):
         gt=0,
         description="steps; whether ranks with copies of weights and moments hold the same bits, also before every save",
     )
+    products_every: int | None = Field(
+        default=50, gt=0, description="steps between records of each narrow product, besides the first step's"
+    )
     sample_tokens: int = Field(default=64, gt=0, description="new tokens a completion")
 
 

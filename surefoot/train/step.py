@@ -23,7 +23,8 @@ from surefoot.train.agree import Ranks
 class StepResult:
     """Sums and norms of one step over all ranks. `nll` and `z` are summed over the step's valid tokens.
 
-    `router` is `models.routing.statistics`, empty where nothing is routed.
+    `router` is `models.routing.statistics`, empty where nothing is routed, `products` `precision.meter.Meter.end_step`, empty
+    where products are not narrowed.
     """
 
     nll: float
@@ -32,6 +33,7 @@ class StepResult:
     gradient_norm: float
     clip_coefficient: float
     router: dict[str, float]
+    products: dict[str, dict[str, float]]
 
     @property
     def is_finite(self) -> bool:
@@ -76,7 +78,8 @@ def take_step(
     if math.isfinite(result_norm) and max_gradient_norm is not None:
         coefficient = clip_(gradients_of(params), norm, max_gradient_norm)
     statistics = routing.statistics(laid.model, routed, max(1, num_tokens))
-    result = StepResult(nll, z, num_tokens, result_norm, coefficient, statistics)
+    products = ranks.end_step(laid.meter) if laid.meter is not None else {}
+    result = StepResult(nll, z, num_tokens, result_norm, coefficient, statistics, products)
     if result.is_finite:
         ranks.heartbeat.enter("optimizer")
         optimizer.step(scale)

@@ -24,12 +24,13 @@ from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
 from surefoot.dist.waiting import WaitClock
 from surefoot.observe.folder import RunFolder
-from surefoot.observe.schema import Hook, RunStart, SampleReport, StepReport
+from surefoot.observe.schema import Hook, ProductReport, RunStart, SampleReport, StepReport
 from surefoot.ops.native.build import library, status
 from surefoot.optim.base import Group
 from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
 from surefoot.parallel.apply import check, lay_out
+from surefoot.precision.meter import worst_of
 from surefoot.train.agree import Ranks, StepFacts
 from surefoot.train.copies import CopyCheck
 from surefoot.train.evaluate import bits_per_byte, evaluate
@@ -100,7 +101,7 @@ class Trainer:
         set_threads(run.train.threads)
         if self.device.type == "cpu":
             tune_allocator()
-        check(run.plan, run.model, run.data.sequence_length)
+        check(run.plan, run.model, run.data.sequence_length, run.precision)
         mesh = Mesh(run.plan.grid, self.rank)
         self.ranks = Ranks(mesh, self.device, self.heartbeat)
         with self.ranks.first_alone():
@@ -114,7 +115,14 @@ class Trainer:
         dtype = run.precision.weight_dtype
         length = run.data.sequence_length
         self.laid = lay_out(
-            run.plan, run.model, mesh, sequence_length=length, dtype=dtype, device=self.device, seed=run.train.seed
+            run.plan,
+            run.model,
+            mesh,
+            sequence_length=length,
+            dtype=dtype,
+            device=self.device,
+            seed=run.train.seed,
+            precision=run.precision,
         )
         self.params, self.states = laid_params(self.laid), states_of(self.laid.model, mesh)
         self.optimizer = run.optim.build(self.params)
@@ -137,6 +145,8 @@ class Trainer:
         else:
             progress = restore(checkpoint, self.params + self.states, self.optimizer, self.ranks)
             self.laid.after_step()
+            if self.laid.meter is not None:
+                self.laid.meter.restore(checkpoint.state.get("scales", {}))
             self._say(f"resuming from {checkpoint.path} at step {progress.step}")
             for line in compare_machines(saved_facts, self.facts) if saved_facts else []:
                 self._say(line)
@@ -224,6 +234,17 @@ class Trainer:
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
+        self._report_products(result.products)
+
+    def _report_products(self, products: dict[str, dict[str, float]]) -> None:
+        every, step = self.run.observe.products_every, self.progress.step
+        if not products or not (step == 1 or (every is not None and step % every == 0)):
+            return
+        if step == 1 and self.laid.meter is not None:
+            for line in self.laid.meter.describe(products):
+                self._say(line)
+        for hook in self.hooks:
+            hook.on_products(ProductReport(step, products))
 
     def _note_recomputation(self) -> None:
         """Once what recomputed layers keep has been measured: say it and add it to the facts."""
@@ -272,6 +293,7 @@ class Trainer:
             slowest_rank=None if self.pace.slowest is None else self.pace.slowest[0],
             slowest_ratio=None if self.pace.slowest is None else self.pace.slowest[1],
             router=result.router,
+            products=worst_of(result.products),
         )
 
     def _after_step(self) -> None:
@@ -330,6 +352,8 @@ class Trainer:
             self.copies.check(self.progress.step)  # no checkpoint is made of copies that differ
         self.heartbeat.enter("save")
         state = {"progress": dict(vars(self.progress)), "configuration": fingerprint(self.run)}
+        if self.laid.meter is not None:
+            state["scales"] = self.laid.meter.state()
         self.saver.save(
             self.progress.step, parts_of(self.params + self.states, self.optimizer, self.ranks), state, mode
         )

@@ -26,7 +26,7 @@ from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel, Replicated, Zero1
 from surefoot.study import resume as resume_module
 from surefoot.study import verify as verify_module
-from surefoot.study.verify import Share, judge, legal_plans, noise_of, one_process, parse_plan, shrunk, trial, verify
+from surefoot.study.verify import Share, judge, legal_plans, parse_plan, reference_of, shrunk, trial, verify
 from surefoot.train.run import Run
 
 Tiny = Callable[..., Run]
@@ -206,8 +206,7 @@ def planted(
 def test_each_fault_is_caught(
     run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], plan: Plan, said: str, tmp_path: Path
 ) -> None:
-    reference = one_process(run)
-    verdict = judge(plan, pool.run(planted, fault, run, plan, tmp_path), reference, noise_of(run, reference))
+    verdict = judge(plan, pool.run(planted, fault, run, plan, tmp_path), *reference_of(run))
     assert verdict.failure is not None
     assert verdict.failure.startswith(said), verdict.failure
 
@@ -220,22 +219,45 @@ def test_a_fault_of_tied_stages_is_caught(
     run: Run, pool: Pool, fault: Callable[[pytest.MonkeyPatch], None], said: str, tmp_path: Path
 ) -> None:
     run, plan = override(run, ["model.tied=true", "model.depth=2"]), Plan(pipeline=2)
-    reference = one_process(run)
-    assert (
-        judge(plan, pool.run(trial, run, plan, 4, tmp_path / "right"), reference, noise_of(run, reference)).failure
-        is None
-    )
-    verdict = judge(
-        plan, pool.run(planted, fault, run, plan, tmp_path / "wrong", 4), reference, noise_of(run, reference)
-    )
+    reference = reference_of(run)
+    assert judge(plan, pool.run(trial, run, plan, 4, tmp_path / "right"), *reference).failure is None
+    verdict = judge(plan, pool.run(planted, fault, run, plan, tmp_path / "wrong", 4), *reference)
     assert verdict.failure is not None
     assert verdict.failure.startswith(said), verdict.failure
 
 
 def test_what_is_allowed_is_measured(run: Run) -> None:
-    noise = noise_of(run, one_process(run))
-    assert noise.keys() == set(verify_module.QUANTITIES)
-    assert all(verify_module.FLOOR <= value < 1e-9 for value in noise.values())
+    _, allowed = reference_of(run)
+    assert allowed.keys() == set(verify_module.QUANTITIES)
+    assert all(allowed.pop(quantity) == 0 for quantity in verify_module.EXACT)
+    assert all(verify_module.FLOOR <= value / verify_module.MARGIN < 1e-9 for value in allowed.values())
+
+
+@pytest.fixture(scope="module")
+def wide(tiny: Tiny) -> Run:
+    """Heads, hidden widths and sequences of several tiles, so that ranks may share them out."""
+    sets = ["model.mixer.num_kv_heads=2", "model.mixer.head_size=32", "model.ffn.hidden=64", "data.sequence_length=128"]
+    return override(tiny(), sets)
+
+
+THREE = [Plan(tensor=2), Plan(shard=2, context=2), Plan(pipeline=2, replicate=2)]
+
+
+@pytest.mark.parametrize("products", ["tensorwise", "delayed", "blockwise"])
+def test_narrow_products_agree_to_the_last_digits(wide: Run, pool: Pool, products: str) -> None:
+    sets = [f"precision.products={products}", "precision.keep_first=0", "precision.keep_last=0"]
+    verdicts = verify(shrunk(override(wide, sets)), THREE, pool, lambda _: None)
+    assert [verdict.failure for verdict in verdicts] == [None] * 3
+    assert all(verdict.worst["gradients"] < 1e-11 for verdict in verdicts)
+
+
+def test_layouts_in_bf16_are_as_far_from_fp64_as_one_process(wide: Run, pool: Pool, tmp_path: Path) -> None:
+    small = shrunk(wide, "bf16")
+    verdicts = verify(small, THREE, pool, lambda _: None)
+    assert [verdict.failure for verdict in verdicts] == [None] * 3
+    assert all(verdict.worst["gradients"] > 1e-4 for verdict in verdicts), "bf16 would have been in effect"
+    verdict = judge(THREE[0], pool.run(planted, gradient_times_ranks, small, THREE[0], tmp_path), *reference_of(small))
+    assert verdict.failure is not None
 
 
 def test_all_means_all_that_is_legal(run: Run) -> None:

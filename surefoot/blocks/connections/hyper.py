@@ -13,7 +13,6 @@ from torch import Tensor
 
 from surefoot.blocks.base import Connection, ConnectionConfig, Initial
 from surefoot.blocks.norm import RMSNorm
-from surefoot.ops.linear import linear
 
 
 class HyperConfig(ConnectionConfig):
@@ -70,8 +69,8 @@ class Hyper(Connection):
         mix = self.mix.to(dtype) + torch.eye(num, device=x_BLS.device, dtype=dtype)
         if self.config.dynamic:
             normed_BLND = self.norm(x_BLND)
-            weights = (self.w_read, self.w_write, self.w_mix)
-            of_read, of_write, of_mix = linear(normed_BLND, *weights).to(dtype).tanh().split((1, 1, num), -1)
+            weights = ("w_read", "w_write", "w_mix")
+            of_read, of_write, of_mix = self.linear(normed_BLND, *weights).to(dtype).tanh().split((1, 1, num), -1)
             read = read + self.scale_read * of_read[..., 0]
             write = write + self.scale_write * of_write[..., 0]
             mix = mix + self.scale_mix * of_mix

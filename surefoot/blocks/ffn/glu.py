@@ -9,7 +9,6 @@ from torch import Tensor
 
 from surefoot.blocks.base import FeedForward, FeedForwardConfig, Initial
 from surefoot.ops.activations import ACTIVATIONS
-from surefoot.ops.linear import linear
 
 
 class GLUConfig(FeedForwardConfig):
@@ -45,8 +44,8 @@ class GLU(FeedForward):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
-        h_BLF = self.activation(linear(x_BLD, self.w_gate)) * linear(x_BLD, self.w_up)
-        return linear(h_BLF, self.w_down)
+        h_BLF = self.activation(self.linear(x_BLD, "w_gate")) * self.linear(x_BLD, "w_up")
+        return self.linear(h_BLF, "w_down")
 
     def flops(self) -> float:
         """Forward FLOPs a token."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from surefoot.blocks.base import FeedForward, FeedForwardConfig, Initial
 from surefoot.ops.activations import ACTIVATIONS
-from surefoot.ops.linear import linear
 
 
 class MLPConfig(FeedForwardConfig):
@@ -43,7 +42,7 @@ class MLP(FeedForward):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
-        return linear(self.activation(linear(x_BLD, self.w_up)), self.w_down)
+        return self.linear(self.activation(self.linear(x_BLD, "w_up")), "w_down")
 
     def flops(self) -> float:
         """Forward FLOPs a token."""

@@ -25,8 +25,6 @@ from surefoot.blocks.base import (
 )
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.config import FieldError
-from surefoot.ops.grouped import grouped_linear
-from surefoot.ops.linear import linear
 from surefoot.ops.rows import copy_rows, sum_rows
 from surefoot.ops.swiglu import swiglu
 
@@ -104,8 +102,8 @@ class SwiGLUExperts(Experts):
 
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """See `Experts.forward`."""
-        h_RF = swiglu(grouped_linear(x_RD, counts_E, self.w_gate), grouped_linear(x_RD, counts_E, self.w_up))
-        return grouped_linear(h_RF, counts_E, self.w_down)
+        h_RF = swiglu(self.grouped_linear(x_RD, counts_E, "w_gate"), self.grouped_linear(x_RD, counts_E, "w_up"))
+        return self.grouped_linear(h_RF, counts_E, "w_down")
 
     @property
     def share(self) -> float:
@@ -144,10 +142,10 @@ class MoE(Routed):
         y_BLD = back(self.experts(x_RD, counts_E)).view_as(x_BLD)
         if not self.config.shared_hidden:
             return y_BLD
-        shared_BLF = swiglu(linear(x_BLD, self.shared_gate), linear(x_BLD, self.shared_up))
-        shared_BLD = linear(shared_BLF, self.shared_down)
+        shared_BLF = swiglu(self.linear(x_BLD, "shared_gate"), self.linear(x_BLD, "shared_up"))
+        shared_BLD = self.linear(shared_BLF, "shared_down")
         if self.config.shared_weight == "sigmoid":
-            shared_BLD = shared_BLD * linear(x_BLD, self.shared_share).sigmoid()
+            shared_BLD = shared_BLD * self.linear(x_BLD, "shared_share").sigmoid()
         return y_BLD + shared_BLD
 
     def flops(self) -> float:

@@ -8,7 +8,6 @@ from pydantic import Field
 from torch import Tensor
 
 from surefoot.blocks.base import FeedForward, FeedForwardConfig, Initial
-from surefoot.ops.linear import linear
 from surefoot.ops.swiglu import swiglu
 
 
@@ -41,7 +40,7 @@ class SwiGLU(FeedForward):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
-        return linear(swiglu(linear(x_BLD, self.w_gate), linear(x_BLD, self.w_up)), self.w_down)
+        return self.linear(swiglu(self.linear(x_BLD, "w_gate"), self.linear(x_BLD, "w_up")), "w_down")
 
     def flops(self) -> float:
         """Forward FLOPs a token."""

@@ -19,7 +19,6 @@ from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling
 from surefoot.config import FieldError
 from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import Documents, Reach
-from surefoot.ops.linear import linear
 from surefoot.ops.scores import Scores
 
 _OF_KEYS = (
@@ -236,14 +235,14 @@ class Attention(Mixer):
         y_BLHK = self.attend(q_BLHK, k_BSGK, v_BSGK, docs.over(k_BSGK.shape[1]), self.scores, sinks_H)
         if "gate" in heads:
             y_BLHK = y_BLHK * heads["gate"].sigmoid()
-        return linear(y_BLHK.flatten(2), self.wo)
+        return self.linear(y_BLHK.flatten(2), "wo")
 
     def _project(self, x_BLD: Tensor) -> dict[str, Tensor]:
         """Queries, keys, values and what the gate reads, as far as they are its own, heads apart."""
         names = [name for name in ("q", "k", "v", "_gate") if f"w{name}" in self.axes]
-        weights: list[Tensor] = [getattr(self, f"w{name}") for name in names]
+        weights = [f"w{name}" for name in names]
         # The weights say how many heads there are: under tensor parallelism they hold this rank's.
-        parts = linear(x_BLD, *weights).split([weight.shape[0] for weight in weights], -1)
+        parts = self.linear(x_BLD, *weights).split([getattr(self, weight).shape[0] for weight in weights], -1)
         heads = {}
         for name, part in zip(names, parts, strict=True):
             bias = getattr(self, f"b{name}").to(part.dtype) if f"b{name}" in self.axes else None

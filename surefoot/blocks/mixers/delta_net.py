@@ -16,7 +16,6 @@ from surefoot.blocks.base import Initial
 from surefoot.blocks.delta import DeltaConfig, DeltaMixer
 from surefoot.blocks.start import StartOfStep
 from surefoot.config import FieldError
-from surefoot.ops.linear import linear
 
 
 class GatedDeltaNetConfig(DeltaConfig):
@@ -63,9 +62,9 @@ class GatedDeltaNet(DeltaMixer):
     def log_decay(self, x_BLD: Tensor) -> Tensor:
         """See `DeltaMixer.log_decay`."""
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-        step_BLH = F.softplus(linear(x_BLD, self.w_decay).to(dtype) + self.dt_bias.to(dtype))
+        step_BLH = F.softplus(self.linear(x_BLD, "w_decay").to(dtype) + self.dt_bias.to(dtype))
         return (-self.log_a.to(dtype).exp() * step_BLH)[..., None]
 
     def gate(self, x_BLD: Tensor) -> Tensor:
         """See `DeltaMixer.gate`."""
-        return F.silu(linear(x_BLD, self.w_z).to(torch.promote_types(x_BLD.dtype, torch.float32)))
+        return F.silu(self.linear(x_BLD, "w_z").to(torch.promote_types(x_BLD.dtype, torch.float32)))

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from surefoot.blocks.base import Initial
 from surefoot.blocks.delta import DeltaConfig, DeltaMixer
 from surefoot.blocks.start import StartOfStep
-from surefoot.ops.linear import linear
 
 
 class KDAConfig(DeltaConfig):
@@ -56,12 +55,12 @@ class KDA(DeltaMixer):
     def log_decay(self, x_BLD: Tensor) -> Tensor:
         """See `DeltaMixer.log_decay`."""
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-        moved = linear(linear(x_BLD, self.w_decay_down), self.w_decay_up).to(dtype) + self.dt_bias.to(dtype)
+        moved = self.linear(self.linear(x_BLD, "w_decay_down"), "w_decay_up").to(dtype) + self.dt_bias.to(dtype)
         step_BLHK: Tensor = F.softplus(moved).unflatten(-1, (-1, self.config.key_size))
         return -self.log_a.to(dtype).exp()[:, None] * step_BLHK
 
     def gate(self, x_BLD: Tensor) -> Tensor:
         """See `DeltaMixer.gate`."""
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-        z: Tensor = linear(linear(x_BLD, self.w_z_down), self.w_z_up).to(dtype)
+        z = self.linear(self.linear(x_BLD, "w_z_down"), "w_z_up").to(dtype)
         return z.sigmoid()

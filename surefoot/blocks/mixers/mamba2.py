@@ -18,7 +18,6 @@ from surefoot.blocks.start import StartOfDecay, StartOfStep
 from surefoot.config import FieldError
 from surefoot.ops.conv import causal_conv
 from surefoot.ops.documents import Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.runs import OneRun, Runs
 from surefoot.ops.ssd import ssd
 
@@ -121,9 +120,9 @@ class Mamba2(Mixer):
     ) -> Tensor:
         """(B, L, D) to (B, L, D)."""
         config, length = self.config, x_BLD.shape[1]
-        weights = (self.w_z, self.w_x, self.w_b, self.w_c, self.w_dt)
-        sizes = [weight.shape[0] for weight in weights]  # under tensor parallelism, of this rank
-        z, xbc, dt = linear(x_BLD, *weights).split((sizes[0], sum(sizes[1:4]), sizes[4]), -1)
+        weights = ("w_z", "w_x", "w_b", "w_c", "w_dt")
+        sizes = [getattr(self, name).shape[0] for name in weights]  # under tensor parallelism, of this rank
+        z, xbc, dt = self.linear(x_BLD, *weights).split((sizes[0], sum(sizes[1:4]), sizes[4]), -1)
         taps, bias = self._taps()
         xbc, tail_BKC = causal_conv(xbc, taps, bias, docs, self.runs, None if state is None else state.tail_BKC)
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
@@ -147,7 +146,7 @@ class Mamba2(Mixer):
         if state is not None:
             state.advance(tail_BKC, last_BHPN, length)
         gated = y_BLHP.flatten(2) * F.silu(z.to(dtype))
-        return linear(self.norm(gated).to(x_BLD.dtype), self.w_out)
+        return self.linear(self.norm(gated).to(x_BLD.dtype), "w_out")
 
     def _taps(self) -> tuple[Tensor, Tensor | None]:
         taps = torch.cat([getattr(self, f"conv_{name}") for name in "xbc"])

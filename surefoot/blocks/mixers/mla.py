@@ -24,7 +24,6 @@ from surefoot.blocks.norm import RMSNorm
 from surefoot.blocks.rope import Rope, RopeScaling, YarnScaling
 from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import EVERYTHING, Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.scores import Scores
 
 
@@ -73,7 +72,7 @@ class Expansion(Block):
 
     def forward(self, c_BSC: Tensor) -> Tensor:
         """(B, S, C) to (B, S, H, Y)."""
-        x_BSHY: Tensor = linear(c_BSC, self.weight).unflatten(-1, (-1, self.size))
+        x_BSHY: Tensor = self.linear(c_BSC, "weight").unflatten(-1, (-1, self.size))
         return x_BSHY
 
     def by_head(self, dtype: torch.dtype) -> Tensor:
@@ -95,7 +94,7 @@ class Output(Block):
 
     def forward(self, y_BLHV: Tensor) -> Tensor:
         """(B, L, D)."""
-        return linear(y_BLHV.flatten(2), self.weight)
+        return self.linear(y_BLHV.flatten(2), "weight")
 
 
 class MLA(Mixer):
@@ -134,11 +133,11 @@ class MLA(Mixer):
     ) -> Tensor:
         """(B, L, D) to (B, L, D); with a state, queries also see the positions it holds."""
         config, tables = self.config, self.rope.tables(docs, x_BLD.dtype)
-        c_BLC, kr_BLR = linear(x_BLD, self.w_down, self.w_kr).split((config.latent_size, config.rope_size), -1)
-        q_input = x_BLD if self.norm_q is None else self.norm_q(linear(x_BLD, self.wq_down))
+        c_BLC, kr_BLR = self.linear(x_BLD, "w_down", "w_kr").split((config.latent_size, config.rope_size), -1)
+        q_input = x_BLD if self.norm_q is None else self.norm_q(self.linear(x_BLD, "wq_down"))
         # The weight says how many heads there are: under tensor parallelism it holds this rank's.
         q_BLHN, qr_BLHR = (
-            linear(q_input, self.wq).unflatten(-1, (-1, self.qk_size)).split((config.head_size, config.rope_size), -1)
+            self.linear(q_input, "wq").unflatten(-1, (-1, self.qk_size)).split((config.head_size, config.rope_size), -1)
         )
         qr_BLHR = self.rope.turn(qr_BLHR, tables)
         kr_BLR = self.rope.turn(kr_BLR[:, :, None], tables)[:, :, 0]

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.norm import RMSNorm
 from surefoot.ops.documents import Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.runs import OneRun, Runs
 from surefoot.ops.ssd import ssd
 
@@ -104,7 +103,7 @@ class Retention(Mixer):
         """(B, L, D) to (B, L, D)."""
         config, (batch, length, _) = self.config, x_BLD.shape
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-        *qkv, z = linear(x_BLD, self.w_q, self.w_k, self.w_v, self.w_z).to(dtype).chunk(4, -1)
+        *qkv, z = self.linear(x_BLD, "w_q", "w_k", "w_v", "w_z").to(dtype).chunk(4, -1)
         if config.activation == "silu":
             qkv = [F.silu(x) for x in qkv]
         q_BLHK, k_BLHK, v_BLHK = (x.unflatten(-1, (config.num_heads, config.head_size)) for x in qkv)
@@ -122,7 +121,7 @@ class Retention(Mixer):
         if state is not None:
             state.advance(last_BHKK, length)
         gated = self.norm(y_BLHK).flatten(2) * (F.silu(z) if config.decay == "retention" else z.sigmoid())
-        return linear(gated.to(x_BLD.dtype), self.w_out)
+        return self.linear(gated.to(x_BLD.dtype), "w_out")
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> RetentionState:  # noqa: ARG002 - of one size
         """Zeros, in at least fp32."""

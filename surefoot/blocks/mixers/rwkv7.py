@@ -19,7 +19,6 @@ from surefoot.blocks.delta import check_block
 from surefoot.ops.conv import causal_conv
 from surefoot.ops.delta import delta, delta_flops
 from surefoot.ops.documents import Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.runs import OneRun, Runs
 
 FIRST_VALUES = "rwkv7.values"
@@ -126,11 +125,11 @@ class RWKV7(Mixer):
         before_BLD, tail_B1D = causal_conv(x_BLD, taps_DK, None, docs, self.runs, tail)
         moved = before_BLD - x_BLD
         mixed = {name: torch.addcmul(x_BLD, moved, getattr(self, f"mix_{name}").to(x_BLD.dtype)) for name in _STREAMS}
-        r, k, v = (linear(mixed[name], getattr(self, f"w_{name}")).to(dtype) for name in "rkv")
+        r, k, v = (self.linear(mixed[name], f"w_{name}").to(dtype) for name in "rkv")
         # exp(-e^-0.5 sigmoid): at least 0.545, so that undoing one position's decay is harmless.
         log_decay = -math.exp(-0.5) * self._narrow("w", mixed["w"], torch.tanh).sigmoid()
         a = self._narrow("a", mixed["a"]).sigmoid()
-        gate = linear(linear(mixed["g"], self.get_parameter("g_down")).sigmoid(), self.get_parameter("g_up")).to(dtype)
+        gate = self.linear(self.linear(mixed["g"], "g_down").sigmoid(), "g_up").to(dtype)
         v = self._values(v, mixed["v"], shared)
         kappa = F.normalize(self._heads(k * self.removed.to(dtype)), dim=-1)
         k = k * (1 + (a - 1) * self.replaced.to(dtype))
@@ -152,7 +151,7 @@ class RWKV7(Mixer):
         normed_BLHK = F.layer_norm(y_BLHK, y_BLHK.shape[-1:], eps=1e-5 * self.config.head_size)
         scale, bias, bonus = (self._heads(x.to(dtype)) for x in (self.norm_scale, self.norm_bias, self.bonus))
         y_BLHK = normed_BLHK * scale + bias + (r_BLHK * k_BLHK * bonus).sum(-1, keepdim=True) * v_BLHK
-        return linear((y_BLHK.flatten(2) * gate).to(x_BLD.dtype), self.w_out)
+        return self.linear((y_BLHK.flatten(2) * gate).to(x_BLD.dtype), "w_out")
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.config.head_size))
@@ -161,9 +160,9 @@ class RWKV7(Mixer):
     def _narrow(self, name: str, x_BLD: Tensor, bend: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Through a narrow layer and with its bias, in at least fp32."""
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
-        x_BLN = linear(x_BLD, self.get_parameter(f"{name}_down"))
+        x_BLN = self.linear(x_BLD, f"{name}_down")
         x_BLN = x_BLN if bend is None else bend(x_BLN)
-        wide: Tensor = linear(x_BLN, self.get_parameter(f"{name}_up")).to(dtype)
+        wide = self.linear(x_BLN, f"{name}_up").to(dtype)
         return wide + self.get_parameter(f"{name}_bias").to(dtype)
 
     def _values(self, v: Tensor, x_BLD: Tensor, shared: Shared | None) -> Tensor:

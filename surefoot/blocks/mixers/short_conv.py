@@ -14,7 +14,6 @@ from torch import Tensor
 from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.ops.conv import causal_conv
 from surefoot.ops.documents import Documents
-from surefoot.ops.linear import linear
 from surefoot.ops.runs import OneRun, Runs
 
 
@@ -78,12 +77,12 @@ class ShortConv(Mixer):
         shared: Shared | None = None,  # noqa: ARG002 - reads and leaves nothing
     ) -> Tensor:
         """(B, L, D) to (B, L, D)."""
-        b, c, x = linear(x_BLD, self.w_b, self.w_c, self.w_x).chunk(3, -1)
+        b, c, x = self.linear(x_BLD, "w_b", "w_c", "w_x").chunk(3, -1)
         tail = None if state is None else state.tail_BTC
         y_BLC, tail_BTC = causal_conv(b * x, self.conv, self.conv_bias, docs, self.runs, tail)
         if state is not None:
             state.advance(tail_BTC, x_BLD.shape[1])
-        return linear(c * y_BLC, self.w_out)
+        return self.linear(c * y_BLC, "w_out")
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> ShortConvState:  # noqa: ARG002 - of one size
         """Zeros."""

@@ -156,7 +156,7 @@ def kubernetes(
         _ranks(request, found.plan.num_ranks),
         goes_on=False,
     )
-    check(choice.run.plan, choice.run.model, choice.run.data.sequence_length)
+    check(choice.run.plan, choice.run.model, choice.run.data.sequence_length, choice.run.precision)
     cache = f"{mount.rstrip('/')}/cache"
     job = _job(request, name, str(folder), "python", _gpus(request, choice), SUREFOOT_CACHE=cache)
     place = kubernetes_job.Place(image, volume_claim, mount, namespace)
@@ -210,7 +210,7 @@ def _choose(request: Request, out: Path | None, suffix: str) -> Choice:
         out = next(path for path in paths if not path.exists() and not Path(f"{path}{suffix}").exists()).absolute()
     ranks = _ranks(request, found.plan.num_ranks)
     choice = choose(request.recipe, request.sets, out, None, [], request.allow, ranks, goes_on=True)
-    check(choice.run.plan, choice.run.model, choice.run.data.sequence_length)
+    check(choice.run.plan, choice.run.model, choice.run.data.sequence_length, choice.run.precision)
     if choice.is_new and out.exists() and (not out.is_dir() or {entry.name for entry in out.iterdir()} - {"logs"}):
         raise RunError(f"{out}: already exists and is no run; give --out another name")
     return choice

@@ -66,7 +66,7 @@ def run(
     goes_on = goes_on or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     choice = choose(recipe, sets, out, resume, accept, allow, ranks or world, goes_on=goes_on)
     chosen = choice.run
-    check(chosen.plan, chosen.model, chosen.data.sequence_length)
+    check(chosen.plan, chosen.model, chosen.data.sequence_length, chosen.precision)
     if not choice.is_new and not torch.cuda.is_available() and chosen.train.device.startswith("cuda"):
         raise RunError(f"{choice.path}: began on {chosen.train.device}, which is not here; add --set train.device=auto")
     if ranks is not None and ranks > 1:

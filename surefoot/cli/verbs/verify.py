@@ -8,18 +8,25 @@ from surefoot.config import ConfigError, override
 from surefoot.dist.pool import Pool
 from surefoot.recipes.find import find_recipe
 from surefoot.study.verify import QUANTITIES, Verdict, legal_plans, parse_plan, shrunk, verify
+from surefoot.train.run import Run
 
 
-def run(recipe: str, plans: list[str], check_all: bool, ranks: int, sets: list[str], allow: list[str]) -> int:
+def run(
+    recipe: str, plans: list[str], check_all: bool, ranks: int, sets: list[str], allow: list[str], compute: str = "fp64"
+) -> int:
     """Print a line a plan; the exit code is 1 where a layout trains another model."""
-    chosen = shrunk(override(find_recipe(recipe, allow), sets))
+    if compute not in {"fp64", "bf16"}:
+        raise ConfigError("--compute", compute, "must be fp64 or bf16")
+    chosen = shrunk(override(find_recipe(recipe, allow), sets), compute)
     if check_all == bool(plans):
         raise ConfigError("--plan", plans[0] if plans else None, "or --all: give one of the two")
     wanted = legal_plans(chosen, ranks) if check_all else [parse_plan(text) for text in plans]
     started, pool = time.monotonic(), Pool(max(ranks, *(plan.num_ranks for plan in wanted), 2), timeout=60)
     title = "largest relative difference of"
     width = max(len(title), *(len(plan.describe()) for plan in wanted))
-    print(f"{chosen.name}, shrunk: {len(wanted)} layouts on up to {ranks} ranks against one process, fp64")
+    print(
+        f"{chosen.name}, shrunk: {len(wanted)} layouts on up to {ranks} ranks against one process, {_numbers(chosen)}"
+    )
     print("  ".join(["", f"{title:{width}}", *QUANTITIES]))
 
     def announce(verdict: Verdict) -> None:
@@ -35,3 +42,9 @@ def run(recipe: str, plans: list[str], check_all: bool, ranks: int, sets: list[s
         f"{len(verdicts) - len(failed)} of {len(verdicts)} layouts train the same model ({time.monotonic() - started:.0f} s)"
     )
     return 1 if failed else 0
+
+
+def _numbers(run: Run) -> str:
+    precision = run.precision
+    narrow = "" if precision.kind is None else f" with {precision.products} products"
+    return f"{precision.compute}{narrow}" + (" as far from fp64 as it" if precision.compute == "bf16" else "")
