@@ -55,7 +55,8 @@ from surefoot.optim.adamw import AdamWConfig
 from surefoot.optim.schedule import LinearToZero
 from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
-from surefoot.study.verify import Share, judge, noise_of, num_micro_batches, one_process, trial
+from surefoot.study.trial import Share, trial
+from surefoot.study.verify import judge, noise_of, num_micro_batches, one_process
 from surefoot.train.run import Run, TrainConfig
 
 EXACT = 1e-10
