@@ -56,7 +56,8 @@ from surefoot.optim.schedule import LinearToZero
 from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
 from surefoot.precision.policy import PrecisionConfig
-from surefoot.study.verify import Share, judge, num_micro_batches, reference_of, trial
+from surefoot.study.trial import Share, trial
+from surefoot.study.verify import judge, num_micro_batches, reference_of
 from surefoot.train.run import Run, TrainConfig
 
 EXACT = 1e-10

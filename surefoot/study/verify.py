@@ -15,40 +15,29 @@ at most `MARGIN_BF16` times as far from it as one process in bf16.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from surefoot.config import CheckpointError, ConfigError, override
-from surefoot.dist.layout import Box
-from surefoot.dist.mesh import own_mesh
+from surefoot.config import ConfigError, override
 from surefoot.dist.pool import Pool
-from surefoot.models.count import build_meta
-from surefoot.models.initialise import constant_starts, generator_for
-from surefoot.optim.base import Optimizer, Param, gradients_of
-from surefoot.optim.clip import clip_, global_norm
-from surefoot.parallel.apply import MicroBatch, check, lay_out
+from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.schedules import Schedule
-from surefoot.study.resume import stop_and_go_on
-from surefoot.train.agree import Ranks
+from surefoot.study.matrix import combinations
+from surefoot.study.trial import BATCH, Share, trial
 from surefoot.train.run import Run
-from surefoot.train.state import laid_params, states_of
 
-BATCH, LENGTH, DEPTH, STEPS = 16, 64, 2, 2
+LENGTH, DEPTH = 64, 2
 MARGIN, MARGIN_BF16 = 100.0, 2.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
 UNIT_BF16 = 2.0**-9
 """Half the distance of bf16 numbers: by which any one number may be off."""
-
-SGD_RATE = 0.1
 
 QUANTITIES = (
     "initial weights",
@@ -62,19 +51,8 @@ QUANTITIES = (
     "updated weights",
 )
 EXACT = frozenset({"initial weights", "resume"})
-
-
-@dataclass
-class Share:
-    """What one rank holds of a trial: for each quantity its parts by name, as (box, shape of the whole, values)."""
-
-    parts: dict[str, dict[str, tuple[Box, tuple[int, ...], Tensor]]] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def keep(self, quantity: str, param: Param, values: Tensor) -> None:
-        """Add one part."""
-        self.parts.setdefault(quantity, {})[param.name] = (param.box, param.shape, values.detach().clone())
+OF_RESTART = frozenset({"resume", "saved state"})
+"""Most of a trial's cost: compared only where a plan is `restarted`."""
 
 
 @dataclass(frozen=True)
@@ -122,37 +100,8 @@ def deep_enough(run: Run, plan: Plan) -> Run:
 
 
 def legal_plans(run: Run, num_ranks: int) -> list[Plan]:
-    """Every combination of data, expert, tensor, context and pipeline parallelism on at most `num_ranks` ranks that is legal."""
-    data: list[dict[str, Any]] = [
-        {},
-        {"replicate": 2},
-        {"shard": 2, "zero": 1},
-        {"shard": 2, "zero": 2},
-        {"shard": 2, "zero": 3},
-        {"shard": 4, "zero": 1},
-        {"shard": 4, "zero": 3},
-        {"shard": 8, "zero": 3, "reshard": 2},
-        {"replicate": 2, "shard": 2, "zero": 1},
-        {"replicate": 2, "shard": 2, "zero": 3},
-        {"shard": 8, "zero": 3},
-        {"replicate": 2, "shard": 4, "zero": 3},
-    ]
-    contexts: list[dict[str, Any]] = [
-        {},
-        *({"context": size, "context_kind": kind} for size in (2, 4) for kind in ("gather", "ulysses", "ring")),
-    ]
-    tensors: list[dict[str, Any]] = [{"tensor": size} for size in (1, 2, 4)]
-    experts: list[dict[str, Any]] = [{}, *({"expert": size} for size in (2, 4, 8))]
-    pipelines: list[dict[str, Any]] = [
-        {},
-        *({"pipeline": size, "schedule": schedule} for size in (2, 4) for schedule in get_args(Schedule)),
-    ]
-    found = []
-    for parts in itertools.product(pipelines, data, experts, tensors, contexts):
-        plan = _legal({key: value for part in parts for key, value in part.items()}, run)
-        if plan is not None and 1 < plan.num_ranks <= num_ranks:
-            found.append(plan)
-    return found
+    """Every combination of `study.matrix` on at most `num_ranks` ranks that the run allows."""
+    return [plan for plan in combinations(num_ranks) if _is_legal(plan, run)]
 
 
 def parse_plan(text: str) -> Plan:
@@ -166,8 +115,15 @@ def parse_plan(text: str) -> Plan:
     return Plan(**values)
 
 
-def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verdict], None]) -> list[Verdict]:
-    """A verdict for each plan of a shrunk run; each is announced as it is reached."""
+def verify(
+    run: Run,
+    plans: Sequence[Plan],
+    pool: Pool,
+    announce: Callable[[Verdict], None],
+    restarted: Collection[Plan] | None = None,
+) -> list[Verdict]:
+    """A verdict for each plan of a shrunk run; each is announced as it is reached. Only `restarted` plans (None: all) are also
+    stopped and started again."""
     for plan in plans:
         check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
         if num_micro_batches(plan) is None:
@@ -186,9 +142,10 @@ def verify(run: Run, plans: Sequence[Plan], pool: Pool, announce: Callable[[Verd
         key = (deep.model.depth, passes)
         if key not in references:
             references[key] = reference_of(deep, passes)
+        restarts = restarted is None or plan in restarted
         with TemporaryDirectory() as folder:
-            shares = pool.run(trial, deep, plan, num_micro_batches(plan), Path(folder))
-        verdict = judge(plan, shares, *references[key])
+            shares = pool.run(trial, deep, plan, num_micro_batches(plan), Path(folder) if restarts else None)
+        verdict = judge(plan, shares, *references[key], restarts=restarts)
         announce(verdict)
         verdicts.append(verdict)
     return verdicts
@@ -249,12 +206,20 @@ def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[st
 
 
 def judge(
-    plan: Plan, shares: Sequence[Share | None], reference: Sequence[Share], allowed: Mapping[str, float]
+    plan: Plan,
+    shares: Sequence[Share | None],
+    reference: Sequence[Share],
+    allowed: Mapping[str, float],
+    *,
+    restarts: bool = True,
 ) -> Verdict:
-    """Whether the ranks' shares are those of one process, within what is allowed."""
+    """Whether the ranks' shares are those of one process, within what is allowed; `restarts` says whether the trial had a new
+    start to compare."""
     present = [share for share in shares if share is not None]
     worst: dict[str, float] = {}
     for quantity in QUANTITIES:
+        if quantity in OF_RESTART and not restarts:
+            continue
         try:
             error, name = _difference(present, reference, quantity)
         except _DisagreementError as disagreement:
@@ -321,112 +286,9 @@ def _whole(shares: Sequence[Share], quantity: str) -> dict[str, Tensor]:
     return full
 
 
-def trial(run: Run, plan: Plan, num_micro: int, folder: Path, order: Sequence[int] = range(BATCH)) -> Share | None:
-    """One rank's part of two steps on the samples in that order, with a checkpoint between them in `folder`; None on a rank
-    that the plan does not use."""
-    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), run.precision.compute_dtype
-    if mesh is None:
-        return None
-    length, seed = run.data.sequence_length, run.train.seed
-    laid = lay_out(
-        plan,
-        run.model,
-        mesh,
-        sequence_length=length,
-        dtype=run.precision.weight_dtype,
-        device=cpu,
-        seed=seed,
-        precision=run.precision,
-    )
-    ranks, params = Ranks(mesh, cpu), laid_params(laid)
-    share = Share()
-    for param in params:
-        share.keep("initial weights", param, param.tensor)
-    _redraw_constants(params, constant_starts(build_meta(run.model)))
-    laid.after_step()
-    optimizer = run.optim.build(params)
-    drawn = ragged_batch(run.model.vocab_size, run.data.sequence_length)
-    batch = [tensor[list(order)] for tensor in drawn]
-    num_tokens = int((batch[1] >= 0).sum())
-    own = ranks.own(BATCH)
-    micro_batches: list[MicroBatch] = list(zip(*(tensor[own].chunk(num_micro) for tensor in batch), strict=True))
-    # Delayed scales come from the step before: the first is not narrow.
-    compared = 0 if run.precision.history_steps is None else STEPS - 1
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (nll, _) = ranks.sums(*laid.accumulate(micro_batches, num_tokens, dtype))
-        if laid.meter is not None:
-            ranks.end_step(laid.meter)
-        norm = global_norm(params, ranks.group)
-        if step == compared:
-            before = {param.name: param.tensor.detach().clone() for param in params}
-            share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
-            for param in params:
-                gradient = param.tensor.grad if param.tensor.grad is not None else torch.zeros_like(param.tensor)
-                share.keep("gradients", param, gradient)
-            _plain_update(params)
-            for param in params:
-                share.keep("SGD update", param, param.tensor)
-            laid.after_step()
-            (evaluated,) = ranks.sums(laid.evaluate(micro_batches, dtype))
-            share.numbers["evaluation"] = evaluated / num_tokens
-            for param in params:
-                param.tensor.detach().copy_(before[param.name])
-            laid.after_step()
-        clip_(gradients_of(params), norm, run.train.max_gradient_norm or 1.0)
-        optimizer.step(1.0)
-        if step == 0:
-            _stop_and_go_on(share, params, states_of(laid.model, mesh), optimizer, ranks, folder)
-        laid.after_step()
-    for param in params:
-        share.keep("updated weights", param, param.tensor)
-    return share
-
-
-def _stop_and_go_on(
-    share: Share, params: Sequence[Param], states: Sequence[Param], optimizer: Optimizer, ranks: Ranks, folder: Path
-) -> None:
+def _is_legal(plan: Plan, run: Run) -> bool:
     try:
-        changed, alone = stop_and_go_on([*params, *states], optimizer, ranks, folder)
-    except CheckpointError as error:  # on all ranks
-        share.failures["resume"] = str(error)
-        return
-    for param in params:
-        share.keep("resume", param, changed[param.name].double())
-    for name, tensor in alone.items():
-        shape = tuple(tensor.shape)
-        share.parts.setdefault("saved state", {})[name] = Box.whole(shape), shape, tensor.double()
-
-
-@torch.no_grad()
-def _plain_update(params: Sequence[Param]) -> None:
-    for param in params:
-        if param.tensor.grad is not None:
-            param.tensor.sub_(SGD_RATE * param.tensor.grad)
-
-
-@torch.no_grad()
-def _redraw_constants(params: Sequence[Param], starts: Mapping[str, float]) -> None:
-    for param in params:
-        if param.name in starts:
-            drawn = torch.randn(param.shape, generator=generator_for(1, param.name), dtype=torch.float64)
-            param.tensor.copy_((starts[param.name] + 0.3 * drawn)[param.box.slices])
-
-
-def ragged_batch(vocab_size: int, length: int) -> MicroBatch:
-    """Tokens, targets and documents: very different lengths, one document a whole row, a third of the targets ignored."""
-    generator = torch.Generator().manual_seed(1)
-    tokens_BL, targets_BL = (torch.randint(vocab_size, (BATCH, length), generator=generator) for _ in range(2))
-    targets_BL[torch.rand(BATCH, length, generator=generator) < 0.3] = -100
-    ids_BL = (torch.rand(BATCH, length, generator=generator) < 0.1).long().cumsum(1)
-    ids_BL[0] = 0
-    return tokens_BL, targets_BL, ids_BL
-
-
-def _legal(values: Mapping[str, Any], run: Run) -> Plan | None:
-    try:
-        plan = Plan(**values)
         check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
     except ConfigError:
-        return None
-    return plan if num_micro_batches(plan) is not None else None
+        return False
+    return num_micro_batches(plan) is not None

@@ -44,12 +44,12 @@ def decoder(
     )
 
 
-def ragged_batch(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def ragged_batch(vocab_size: int, batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
     """Documents of very different lengths, one of them a whole row, and a third of the targets not to be predicted."""
     generator = torch.Generator().manual_seed(1)
-    tokens_BL, targets_BL = (torch.randint(vocab_size, (BATCH, LENGTH), generator=generator) for _ in range(2))
-    targets_BL[torch.rand(BATCH, LENGTH, generator=generator) < 0.3] = -100
-    ids_BL = (torch.rand(BATCH, LENGTH, generator=generator) < 0.2).long().cumsum(1)
+    tokens_BL, targets_BL = (torch.randint(vocab_size, (batch, LENGTH), generator=generator) for _ in range(2))
+    targets_BL[torch.rand(batch, LENGTH, generator=generator) < 0.3] = -100
+    ids_BL = (torch.rand(batch, LENGTH, generator=generator) < 0.2).long().cumsum(1)
     ids_BL[0] = 0
     return tokens_BL, targets_BL, ids_BL
 
@@ -63,7 +63,7 @@ class Share:
     shapes: dict[str, tuple[int, ...]]
 
 
-def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
+def share(plan: Plan, config: DecoderConfig, num_micro: int, num_samples: int = BATCH) -> Share | None:
     """This rank's share of the gradients of `ragged_batch`; None on a rank that the plan does not use."""
     mesh = own_mesh(plan.grid)
     if mesh is None:
@@ -78,8 +78,8 @@ def share(plan: Plan, config: DecoderConfig, num_micro: int) -> Share | None:
                 box = local.layout.box(mesh.grid, mesh.coordinates)
                 local.part.copy_((starts[local.name] + 0.3 * drawn)[box.slices])
     laid.after_step()
-    batch = ragged_batch(config.vocab_size)
-    size = BATCH // plan.num_data_ranks
+    batch = ragged_batch(config.vocab_size, num_samples)
+    size = num_samples // plan.num_data_ranks
     first = mesh.index(*DATA) * size
     own = [tensor[first : first + size] for tensor in batch]
     micro_batches = list(zip(*(tensor.chunk(num_micro) for tensor in own), strict=True))
@@ -121,16 +121,18 @@ def whole(shares: list[Share | None]) -> tuple[dict[str, Tensor], dict[str, Tens
     return gradients, values
 
 
-_ONE: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+_ONE: dict[tuple[str, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
 
-def assert_same_as_one_process(pool: Pool, plan: Plan, config: DecoderConfig, num_micro: int = 1) -> float:
+def assert_same_as_one_process(
+    pool: Pool, plan: Plan, config: DecoderConfig, num_micro: int = 1, batch: int = BATCH
+) -> float:
     """Gradients and initial weights under `plan` against one process; returns the worst relative error of a gradient."""
-    key = repr(config)
+    key = repr(config), batch
     if key not in _ONE:
-        _ONE[key] = whole([share(Plan(), config, 1)])
+        _ONE[key] = whole([share(Plan(), config, 1, batch)])
     expected_gradients, expected_values = _ONE[key]
-    gradients, values = whole(pool.run(share, plan, config, num_micro))
+    gradients, values = whole(pool.run(share, plan, config, num_micro, batch))
     assert gradients.keys() == expected_gradients.keys()
     worst = 0.0
     for name, expected in expected_gradients.items():

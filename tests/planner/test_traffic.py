@@ -23,7 +23,7 @@ from surefoot.parallel.apply import lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.planner.traffic import traffic
 from surefoot.study.dry import Holdings, dry_run, holdings, workload
-from surefoot.study.verify import ragged_batch
+from surefoot.study.trial import ragged_batch
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
 from surefoot.train.state import laid_params

@@ -23,10 +23,11 @@ from surefoot.parallel import shard as shard_module
 from surefoot.parallel.apply import Laid
 from surefoot.parallel.copies import Copies
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.shard import DataParallel, Replicated, Zero1
+from surefoot.parallel.shard import DataParallel, FullySharded, Replicated, Zero1
 from surefoot.study import resume as resume_module
 from surefoot.study import verify as verify_module
-from surefoot.study.verify import Share, judge, legal_plans, parse_plan, reference_of, shrunk, trial, verify
+from surefoot.study.trial import Share, trial
+from surefoot.study.verify import judge, legal_plans, parse_plan, reference_of, shrunk, verify
 from surefoot.train.run import Run
 
 Tiny = Callable[..., Run]
@@ -123,6 +124,11 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Zero1, "after_step", after_step)
 
 
+def weights_kept_from_before(patch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers weights ahead of their use; those that evaluation left gathered are used again after the update."""
+    patch.setattr(FullySharded, "after_step", lambda _: None)
+
+
 def stale_copy(patch: pytest.MonkeyPatch) -> None:
     """The head's copy of the embedding stays as it started."""
     real, calls = Copies.refresh, [0]
@@ -197,6 +203,7 @@ def planted(
         (start_differing_by_rank, Plan(replicate=2), "initial weights: copies of"),
         (start_differing_by_rank, Plan(shard=2), "initial weights: "),
         (stale_weights, Plan(shard=2, zero=1), "evaluation: "),
+        (weights_kept_from_before, Plan(shard=2, zero=2), "updated weights: "),
         (lost_moment, Plan(shard=2), "resume: layers.0."),
         (swapped_parts, Plan(tensor=2), "resume: layers.0.mixer.wq "),
         (leaking_documents, Plan(replicate=2), "loss: "),

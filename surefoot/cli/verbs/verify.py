@@ -7,6 +7,7 @@ import time
 from surefoot.config import ConfigError, override
 from surefoot.dist.pool import Pool
 from surefoot.recipes.find import find_recipe
+from surefoot.study.matrix import covering
 from surefoot.study.verify import QUANTITIES, Verdict, legal_plans, parse_plan, shrunk, verify
 from surefoot.train.run import Run
 
@@ -21,20 +22,26 @@ def run(
     if check_all == bool(plans):
         raise ConfigError("--plan", plans[0] if plans else None, "or --all: give one of the two")
     wanted = legal_plans(chosen, ranks) if check_all else [parse_plan(text) for text in plans]
+    restarted = covering(wanted, 1) if check_all else wanted
     started, pool = time.monotonic(), Pool(max(ranks, *(plan.num_ranks for plan in wanted), 2), timeout=60)
     title = "largest relative difference of"
     width = max(len(title), *(len(plan.describe()) for plan in wanted))
     print(
         f"{chosen.name}, shrunk: {len(wanted)} layouts on up to {ranks} ranks against one process, {_numbers(chosen)}"
     )
+    if check_all:
+        print(
+            f"{len(restarted)} of them, with every value of every axis between them, are also stopped and started again"
+        )
     print("  ".join(["", f"{title:{width}}", *QUANTITIES]))
 
     def announce(verdict: Verdict) -> None:
-        cells = [f"{verdict.worst[name]:.0e}".rjust(len(name)) if name in verdict.worst else "" for name in QUANTITIES]
+        cells = [f"{verdict.worst[name]:.0e}" if name in verdict.worst else "-" for name in QUANTITIES]
+        cells = [cell.rjust(len(name)) for cell, name in zip(cells, QUANTITIES, strict=True)]
         print("  ".join(["", f"{verdict.plan.describe():{width}}", *cells, verdict.failure or "same"]), flush=True)
 
     try:
-        verdicts = verify(chosen, wanted, pool, announce)
+        verdicts = verify(chosen, wanted, pool, announce, restarted)
     finally:
         pool.close()
     failed = [verdict for verdict in verdicts if verdict.failure]
