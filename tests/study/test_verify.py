@@ -47,6 +47,15 @@ def test_right_layouts_pass(run: Run, pool: Pool) -> None:
     assert all(verdict.worst["initial weights"] == 0 for verdict in verdicts)
 
 
+def test_only_what_was_compared_is_reported(run: Run, pool: Pool) -> None:
+    plans = [Plan(shard=2), Plan(replicate=2)]
+    with_start, without = verify(run, plans, pool, lambda _: None, restarted=plans[:1])
+    assert with_start.failure is None
+    assert without.failure is None
+    assert with_start.worst.keys() == set(verify_module.QUANTITIES)
+    assert without.worst.keys() == set(verify_module.QUANTITIES) - verify_module.OF_RESTART
+
+
 def test_layouts_of_experts_are_tried_where_there_are_experts(run: Run, pool: Pool) -> None:
     assert not any(plan.expert > 1 for plan in legal_plans(run, 8))
     ffn = MoEConfig(num_experts=6, top_k=2, hidden=12, router=SigmoidConfig())
