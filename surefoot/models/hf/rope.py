@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from surefoot.blocks.mixers.attention import AttentionConfig
+from surefoot.blocks.mixers.mla import MLAConfig
 from surefoot.blocks.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from surefoot.config import ConfigError
 from surefoot.models.hf.settings import Json, Settings
@@ -74,7 +75,7 @@ def _amplitude(factor: float, values: Settings) -> float | None:
     return (0.1 * own * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
 
 
-def write_rope(mixer: AttentionConfig) -> Json:
+def write_rope(mixer: AttentionConfig | MLAConfig) -> Json:
     """Both forms: readers of one pass over the other."""
     scaling, values = mixer.rope_scaling, {}
     if isinstance(scaling, LinearScaling):
@@ -98,7 +99,7 @@ def write_rope(mixer: AttentionConfig) -> Json:
         } | ({} if scaling.amplitude is None else {"attention_factor": scaling.amplitude})
     elif scaling is not None:
         raise ConfigError("model.mixer.rope_scaling", type(scaling).__name__, "has no name in transformers")
-    share = {} if mixer.rope_share == 1 else {_SHARE: mixer.rope_share}
+    share = {_SHARE: mixer.rope_share} if isinstance(mixer, AttentionConfig) and mixer.rope_share != 1 else {}
     return {
         "rope_theta": mixer.rope_theta,
         "rope_scaling": values or None,
