@@ -18,6 +18,7 @@ from surefoot.infer.engine import generate
 from surefoot.models.decoder import Decoder
 from surefoot.models.hf.family import families, family_of, function_of, settings_for
 from surefoot.models.initialise import named_weights
+from surefoot.models.presets.families import deepseek_v3
 from surefoot.ops.documents import Documents
 
 
@@ -177,3 +178,28 @@ def mutations(settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def test_families_are_found_by_their_files() -> None:
     assert {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2"} <= families().keys()
+
+
+@pytest.mark.parametrize("coefficients", [{}, {"mscale_all_dim": 0.707}, {"mscale": 0.707, "mscale_all_dim": 1.2}])
+def test_deepseek_positions_are_written_as_they_are_read(coefficients: dict[str, float]) -> None:
+    ref = reference("deepseek_v3")
+    said = json.loads((ref.path / "config.json").read_text())
+    rope = {key: value for key, value in said["rope_parameters"].items() if not key.startswith("mscale")}
+    rope |= coefficients | {"factor": 40.0}
+    config = ref.family.decoder(said | {"rope_parameters": rope, "q_lora_rank": None}, "config.json")
+    settings = ref.family.settings_of(config)
+    assert settings["q_lora_rank"] is None
+    assert {key: settings["rope_parameters"].get(key) for key in coefficients} == coefficients
+
+
+def test_the_recipe_of_deepseek_has_its_published_settings() -> None:
+    family, settings = settings_for(deepseek_v3())
+    assert family.name == "deepseek_v3"
+    expected = {
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    }
+    assert expected.items() <= settings.items()
