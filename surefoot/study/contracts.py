@@ -105,8 +105,9 @@ class Example:
         elif isinstance(self.config, FeedForwardConfig):
             ffn = self.config
         elif isinstance(self.config, ConnectionConfig):
-            # Behind a norm the size of what a part reads has no gradient but by epsilon: that would be compared as noise.
+            # Where streams start equal, a norm of what a part reads hides its size: a gradient of 0 would be compared as noise.
             connection, pattern = self.config, {"norm_placement": "post"}
+            mixer = AttentionConfig(num_heads=4, num_kv_heads=2, rope_theta=20.0, qk_norm="none")
         else:
             ffn = MoEConfig(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, router=self.config)
         return DecoderConfig(
