@@ -120,6 +120,11 @@ class Connection(Block):
 class ConnectionConfig(Config):
     """Describes the connections of a model."""
 
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {}
+
     @property
     def num_streams(self) -> int:
         """Vectors a token."""

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot import blocks
-from surefoot.blocks.base import EXAMPLE_EXPERTS, EXAMPLE_WIDTH, FeedForwardConfig, MixerConfig, Routed, RouterConfig
+from surefoot.blocks.base import (
+    EXAMPLE_EXPERTS,
+    EXAMPLE_WIDTH,
+    ConnectionConfig,
+    FeedForwardConfig,
+    MixerConfig,
+    Routed,
+    RouterConfig,
+)
+from surefoot.blocks.connections.add import AddConfig
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
@@ -65,8 +74,8 @@ BF16 = 0.03
 """How far the loss may be off, relatively, where activations are bf16."""
 VOCABULARY, LENGTH = 64, 32
 
-BlockConfig = MixerConfig | FeedForwardConfig | RouterConfig
-KINDS: tuple[type[BlockConfig], ...] = (MixerConfig, FeedForwardConfig, RouterConfig)
+BlockConfig = MixerConfig | FeedForwardConfig | RouterConfig | ConnectionConfig
+KINDS: tuple[type[BlockConfig], ...] = (MixerConfig, FeedForwardConfig, RouterConfig, ConnectionConfig)
 
 
 class BrokenError(Exception):
@@ -89,6 +98,7 @@ class Example:
         """Two layers that have the block, beside the plainest of what else a layer needs."""
         mixer: MixerConfig = AttentionConfig(num_heads=4, num_kv_heads=2, rope_theta=20.0)
         ffn: FeedForwardConfig = SwiGLUConfig(hidden=24)
+        connection: ConnectionConfig = AddConfig()
         pattern: dict[str, Any] = {}
         if isinstance(self.config, MixerConfig):
             mixer = self.config
@@ -96,10 +106,21 @@ class Example:
                 mixer, pattern = writer, {"other_mixers": {"r": mixer}, "mixer_pattern": "mr"}
         elif isinstance(self.config, FeedForwardConfig):
             ffn = self.config
+        elif isinstance(self.config, ConnectionConfig):
+            # Where streams start equal, a norm of what a part reads hides its size: a gradient of 0 would be compared as noise.
+            connection, pattern = self.config, {"norm_placement": "post"}
+            mixer = AttentionConfig(num_heads=4, num_kv_heads=2, rope_theta=20.0, qk_norm="none")
         else:
             ffn = MoEConfig(num_experts=EXAMPLE_EXPERTS, top_k=2, hidden=12, router=self.config)
         return DecoderConfig(
-            vocab_size=VOCABULARY, width=EXAMPLE_WIDTH, depth=2, mixer=mixer, ffn=ffn, z_loss=0.01, **pattern
+            vocab_size=VOCABULARY,
+            width=EXAMPLE_WIDTH,
+            depth=2,
+            mixer=mixer,
+            ffn=ffn,
+            connection=connection,
+            z_loss=0.01,
+            **pattern,
         )
 
     @cached_property

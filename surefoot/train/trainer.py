@@ -23,6 +23,7 @@ from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import Mesh
 from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
 from surefoot.dist.waiting import WaitClock
+from surefoot.models.routing import routers
 from surefoot.observe.folder import RunFolder
 from surefoot.observe.schema import Hook, ProductReport, RunStart, SampleReport, StepReport
 from surefoot.ops.native.build import library, status
@@ -168,6 +169,12 @@ class Trainer:
         )
         if self.run.plan.num_ranks > 1:
             self._say(f"layout: {self.run.plan.describe()} ({self.run.plan.num_ranks} ranks)")
+        ahead = sorted({type(router).__name__ for router in routers(self.laid.model) if router.looks_ahead})
+        if ahead:
+            self._say(
+                f"WARNING: {', '.join(ahead)} looks ahead: in training its choices depend on later tokens and on the rest of the "
+                "micro-batch, so the training loss is not that of a causal model"
+            )
         if self.device.type == "cpu" and self.dtype is torch.bfloat16 and library() is None:
             self._say(f"elementwise passes are {status()}, which is slower")
         for group in self.facts["optimizer"]:

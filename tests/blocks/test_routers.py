@@ -119,6 +119,17 @@ def test_experts_come_from_the_groups_of_the_best_pairs() -> None:
     assert limited > 5, "the limit never mattered"
 
 
+def test_the_z_loss_of_sigmoids_is_the_squared_log_partition() -> None:
+    block, x = moe(SigmoidConfig(balance_loss=0.0, z_loss=0.5)), draw(30, WIDTH)
+    (found,) = torch.autograd.grad(block.router(x, 30).auxiliary, block.router.weight)
+    wanted = torch.zeros_like(found)
+    for token in x:
+        exponentials = (block.router.weight @ token).exp()
+        # d/dw of log(Z)² / 2 is log(Z) times the softmax, for each token's own features.
+        wanted += exponentials.sum().log() * torch.outer(exponentials / exponentials.sum(), token)
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("router", "said"),
     [

@@ -17,11 +17,28 @@ from surefoot.cli.verbs import contracts as verb
 from surefoot.config import ConfigError
 from surefoot.dist.pool import Pool
 from surefoot.ops.documents import Documents
-from surefoot.study.contracts import LAYOUTS, SINGLE, BrokenError, Example, examples_of, find_blocks, on_ranks, try_on
+from surefoot.study.contracts import (
+    LAYOUTS,
+    SINGLE,
+    BlockConfig,
+    BrokenError,
+    Example,
+    examples_of,
+    find_blocks,
+    on_ranks,
+    try_on,
+)
 
 BLOCKS = find_blocks()
-EXAMPLES = [example for cls in BLOCKS for example in examples_of(cls)]
-FIRST = [examples_of(cls)[0] for cls in BLOCKS]
+# One block without examples fails its own test below, and hides no other's.
+BY_BLOCK = [examples_of(cls) for cls in BLOCKS if cls.examples()]
+EXAMPLES = [example for examples in BY_BLOCK for example in examples]
+FIRST = [examples[0] for examples in BY_BLOCK]
+
+
+@pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
+def test_every_block_gives_examples(cls: type[BlockConfig]) -> None:
+    assert examples_of(cls)
 
 
 @pytest.mark.parametrize("contract", SINGLE)
@@ -49,7 +66,7 @@ def test_every_layout_trains_every_option_alike(example: Example, layouts: str, 
 
 def test_blocks_are_found_in_every_folder() -> None:
     assert {AttentionConfig, SwiGLUConfig} < set(BLOCKS)
-    assert {cls.__module__.split(".")[2] for cls in BLOCKS} == {"mixers", "ffn", "routers"}
+    assert {cls.__module__.split(".")[2] for cls in BLOCKS} == {"mixers", "ffn", "routers", "connections"}
     assert len(BLOCKS) == len(set(BLOCKS))
 
 

@@ -18,8 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from surefoot.blocks.base import RouterConfig
 from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.routers.expert_choice import ExpertChoiceConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
+from surefoot.blocks.routers.sinkhorn import SinkhornConfig
 from surefoot.checkpoint import saver
 from surefoot.checkpoint.load import latest, open_checkpoint, read_tensors
 from surefoot.config import CheckpointError, ConfigError, RunError
@@ -173,6 +176,21 @@ def test_a_resumed_run_goes_on_with_its_routers(tiny: Tiny, tmp_path: Path) -> N
         assert 0 < line["router"]["load_entropy"] <= 1
         assert 0.25 <= line["router"]["max_load_share"] <= 0.5
         assert line["router"]["auxiliary_loss"] == pytest.approx(2 * router.balance_loss, rel=1.0)
+
+
+@pytest.mark.parametrize("router", [ExpertChoiceConfig(), SinkhornConfig(), SigmoidConfig()])
+def test_a_run_whose_router_looks_ahead_says_so_once(router: RouterConfig, tiny: Tiny, tmp_path: Path) -> None:
+    said, run = list[str](), tiny("train.num_steps=2")
+
+    class Listen(Hook):
+        def on_message(self, text: str) -> None:
+            said.append(text)
+
+    ffn = MoEConfig(num_experts=4, top_k=2, hidden=12, router=router)
+    fit(run.model_copy(update={"model": run.model.model_copy(update={"ffn": ffn})}), tmp_path / "run", (Listen(),))
+    name = type(router).__name__.removesuffix("Config")
+    wanted = 0 if isinstance(router, SigmoidConfig) else 1
+    assert sum(text.startswith(f"WARNING: {name} looks ahead") for text in said) == wanted
 
 
 def test_the_record_adds_up(tiny: Tiny, tmp_path: Path) -> None:

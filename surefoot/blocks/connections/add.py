@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 from pydantic import Field
 from torch import Tensor
@@ -14,6 +15,11 @@ class AddConfig(ConnectionConfig):
     """A part reads the stream and its output, times `scale`, is added to it."""
 
     scale: float = Field(default=1.0, gt=0, description="multiplies what parts add")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"": cls(), "scaled": cls(scale=0.5)}
 
     def build(self, *, width: int, index: int) -> Add:  # noqa: ARG002 - has no weights
         """The connection itself."""

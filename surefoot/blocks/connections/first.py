@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from pydantic import Field
@@ -18,6 +19,11 @@ class FirstConfig(ConnectionConfig):
     """
 
     first: float = Field(default=0.0, description="where b starts; a starts at 1")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"": cls(first=0.5)}
 
     @property
     def num_streams(self) -> int:

@@ -6,6 +6,7 @@ Legend: B batch, L length, D width, N streams, S = N·D.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from pydantic import Field
@@ -24,6 +25,11 @@ class HyperConfig(ConnectionConfig):
 
     streams: int = Field(default=4, ge=2, description="4 in the paper")
     dynamic: bool = Field(default=True, description="whether weights also depend on the token")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `MixerConfig.examples`."""
+        return {"static": cls(streams=2, dynamic=False), "dynamic": cls(streams=3)}
 
     @property
     def num_streams(self) -> int:

@@ -38,11 +38,13 @@ class SigmoidConfig(RouterConfig):
         "size reproduces, or all of a forward pass on one rank",
     )
 
+    z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
+
     @classmethod
     def examples(cls) -> dict[str, Self]:
         """See `RouterConfig.examples`."""
         return {
-            "scaled": cls(balance_loss=0.3, scale=2.5),
+            "scaled": cls(balance_loss=0.3, scale=2.5, z_loss=0.2),
             "in groups": cls(balance_loss=0.3, num_groups=4, top_groups=2),
         }
 
@@ -84,7 +86,8 @@ class Sigmoid(Router):
     def forward(self, x_TD: Tensor, length: int) -> Routing:
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).sigmoid()
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        scores_TE = logits_TE.sigmoid()
         experts_TK = decided(lambda: self._eligible(scores_TE.detach() + self.bias_E).topk(self.top_k).indices)
         chosen_TK = scores_TE.gather(1, experts_TK)
         # The floor is DeepSeek-V3's: all sigmoids of a token may vanish.
@@ -95,6 +98,8 @@ class Sigmoid(Router):
             even_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
             uneven = balance_loss(even_TE, counts_BE, self.config.scope, self.pool)
             auxiliary = auxiliary + self.config.balance_loss * uneven
+        if torch.is_grad_enabled() and self.config.z_loss:
+            auxiliary = auxiliary + self.config.z_loss * logits_TE.logsumexp(1).square().sum()
         return Routing(experts_TK, weights_TK, counts_BE.sum(0), auxiliary)
 
     def _eligible(self, scores_TE: Tensor) -> Tensor:
