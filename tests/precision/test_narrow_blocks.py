@@ -13,7 +13,7 @@ from surefoot.parallel.recompute import RecomputeConfig
 from surefoot.precision.policy import PrecisionConfig
 from surefoot.study.contracts import Example, examples_of, find_blocks
 from surefoot.train.agree import Ranks
-from tests.precision.test_layouts import LENGTH, batch, decoder, narrow
+from tests.precision.test_narrow_layouts import LENGTH, batch, decoder, narrow
 
 CPU = torch.device("cpu")
 
