@@ -158,6 +158,21 @@ def precision(
 
 
 @app.command()
+def profile(
+    recipe: Recipe,
+    steps: Annotated[int, typer.Option("--steps", help="Steps timed whole, and as many by part.")] = 5,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="One more step as a Chrome trace (chrome://tracing).")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="As for `train`; rank 0 speaks.")] = None,
+    sets: Sets = None,
+    allow: Allow = None,
+) -> None:
+    """Show where a training step goes, by phase, part and layer, against what this machine can do."""
+    raise typer.Exit(_verb("profile").run(recipe, steps, trace, ranks, sets or [], allow or []))
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes with their size, cost and expected time on this machine."""
     _verb("recipes").run()
