@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -21,6 +22,7 @@ from surefoot.parallel.recompute import RecomputeConfig
 from surefoot.precision.kinds import Name
 from surefoot.precision.policy import PrecisionConfig
 from surefoot.train.agree import Ranks
+from tests.spread import spread
 
 BATCH, LENGTH = 8, 128
 PLANS = [
@@ -125,26 +127,24 @@ def assert_same(pool: Pool, plan: Plan, config: DecoderConfig, precision: Precis
             assert error < 1e-11, f"gradient of {name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=Plan.describe)
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(("plan", "name"), spread(itertools.product(PLANS, EACH), 5))
 def test_layouts_share_scales(pool: Pool, plan: Plan, name: Name) -> None:
     assert_same(pool, plan, decoder(), narrow(name))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(tensor=2),
-        Plan(shard=2),
-        Plan(context=2),
-        Plan(shard=2, tensor=2),
-        Plan(expert=2, zero=1),
-        Plan(expert=2, replicate=2, tensor=2),
-        Plan(expert=2, shard=2, recompute=RecomputeConfig(mode="full")),
-    ],
-    ids=Plan.describe,
-)
-@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
+EXPERT_PLANS = [
+    Plan(tensor=2),
+    Plan(shard=2),
+    Plan(context=2),
+    Plan(shard=2, tensor=2),
+    Plan(expert=2, zero=1),
+    Plan(expert=2, replicate=2, tensor=2),
+    Plan(expert=2, shard=2, recompute=RecomputeConfig(mode="full")),
+]
+WITH_EXPERTS = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
+
+
+@pytest.mark.parametrize(("plan", "name"), spread(itertools.product(EXPERT_PLANS, WITH_EXPERTS), 4))
 def test_layouts_share_scales_of_experts(pool: Pool, plan: Plan, name: Name) -> None:
     ffn = MoEConfig(num_experts=4, top_k=2, hidden=64, shared_hidden=64)
     assert_same(pool, plan, decoder(ffn=ffn), narrow(name))
