@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from surefoot.blocks.base import Exact
 from surefoot.blocks.ffn.swiglu import SwiGLU, SwiGLUConfig
-from surefoot.blocks.mixers import attention as attention_module
 from surefoot.blocks.mixers.attention import Attention, AttentionConfig, KVState
 from surefoot.blocks.routers.topk import TopK
 from surefoot.cli.verbs import contracts as verb
@@ -145,12 +145,12 @@ def unsaved(patch: pytest.MonkeyPatch) -> None:
 
 
 def narrow_overflow(patch: pytest.MonkeyPatch) -> None:
-    real = attention_module.linear
-    patch.setattr(
-        attention_module,
-        "linear",
-        lambda x, *w: real(x, *w) if x.dtype is not torch.bfloat16 else real(x, *w) * float("inf"),
-    )
+    real = Exact.linear
+
+    def linear(self: Exact, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        return real(self, x, weights) * (float("inf") if x.dtype is torch.bfloat16 else 1)
+
+    patch.setattr(Exact, "linear", linear)
 
 
 @pytest.mark.parametrize(
@@ -203,5 +203,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "1 examples of 1 blocks, 0 failures" in said
     assert "has no experts to share out" in said
-    with pytest.raises(ConfigError, match="is no block; there are attention"):
+    with pytest.raises(ConfigError, match="is no block; there are add, attention"):
         verb.run("nonsense")

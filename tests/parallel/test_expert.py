@@ -64,9 +64,9 @@ def test_ranks_whose_experts_have_no_tokens(pool: Pool, plan: Plan) -> None:
     assert_same_as_one_process(pool, plan, one_expert_wanted_by_all())
 
 
-def mostly_padding(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def mostly_padding(vocab_size: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Only the first two rows have targets: most ranks have nothing to learn from, and route their tokens all the same."""
-    tokens_BL, targets_BL, ids_BL = parity_batch(vocab_size)
+    tokens_BL, targets_BL, ids_BL = parity_batch(vocab_size, batch)
     targets_BL[2:] = -100
     return tokens_BL, targets_BL, ids_BL
 

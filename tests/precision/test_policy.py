@@ -50,7 +50,8 @@ def test_only_matrices_of_inner_layers_are_narrowed() -> None:
         model = config.build()
     found = [name for name, _, _ in quantised(layers(model), PrecisionConfig(products="rowwise", keep_layers=(2,)))]
     own = ["mixer.wq", "mixer.wk", "mixer.wv", "mixer.wo"]
-    own += [f"ffn.{name}" for name in ("w_gate", "w_up", "w_down", "shared_gate", "shared_up", "shared_down")]
+    own += [f"ffn.{name}" for name in ("shared_gate", "shared_up", "shared_down")]
+    own += [f"ffn.experts.{name}" for name in ("w_gate", "w_up", "w_down")]
     assert found == [f"layers.{layer}.{name}" for layer in (1, 3) for name in own]
 
 
