@@ -221,7 +221,8 @@ class FullySharded(DataParallel):
             expert_mesh = mesh.device_mesh(device_type, *replicas, EXPERT_SHARDS)
             experts = [block for block in module.modules() if isinstance(block, Experts)]
             units = [*((block, expert_mesh) for block in experts), *units]
-        # A layer hands on what earlier ones left, which are views to FSDP2; it warns of writing into them, and nothing does.
+        # What a layer leaves for later ones may be a view: values are a part of one product. FSDP2 warns of writing into it, and
+        # nothing does.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
         )
