@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from surefoot.ops.runs import OneRun, Runs
+from surefoot.ops.runs import OneRun, Runs, from_blocks, in_blocks, starts_in_blocks
 
 
 def delta_plain(
@@ -70,22 +70,15 @@ def delta(
     """
     runs = runs or OneRun()
     batch, length = q_BLHK.shape[:2]
-    run = length // runs.num_runs
-    block = block_of(run, block)
-    padding = -run % block
+    block = block_of(length // runs.num_runs, block)
 
-    def blocks(tensor_BLX: Tensor) -> Tensor:
-        """(B, L, …) to (B, n, c, …), each run filled up with positions that change nothing."""
-        by_run: Tensor = tensor_BLX.unflatten(1, (runs.num_runs, run))
-        if padding:
-            by_run = torch.cat((by_run, by_run.new_zeros((*by_run.shape[:2], padding, *by_run.shape[3:]))), 2)
-        return by_run.reshape(batch, -1, block, *tensor_BLX.shape[2:])
+    def blocks(x_BLX: Tensor) -> Tensor:
+        return in_blocks(x_BLX, runs, block)  # positions of zeros change nothing
 
     q, read, write, value = (blocks(x).transpose(2, 3) for x in (q_BLHK, read_BLHK, write_BLHK, value_BLHV))
     decay_BnHcE = blocks(log_decay_BLHE).transpose(2, 3).cumsum(-2)
-    starts_Bn1c = blocks(starts.expand(batch, length).to(torch.int32)).cumsum(-1)[:, :, None]
-    is_seen = starts_Bn1c[..., :, None] == starts_Bn1c[..., None, :]
-    is_seen = is_seen & torch.ones((block, block), dtype=torch.bool, device=q_BLHK.device).tril()
+    starts_Bnc, is_seen_Bnij = starts_in_blocks(starts, batch, length, runs, block)
+    starts_Bn1c, is_seen = starts_Bnc[:, :, None], is_seen_Bnij[:, :, None]
 
     is_first_Bn1c1 = (starts_Bn1c == 0)[..., None]
     from_start_BnHcE = decay_BnHcE.exp() * is_first_Bn1c1
@@ -108,8 +101,8 @@ def delta(
     scan = _Scan(u_BnHcV, w_BnHcK, write * to_end_BnHcE, kept_BnHE1, made_BnHKV, runs)
     corrected_BnHcV, carried_BnHcV, last = scan(q * from_start_BnHcE, state_BHKV)
     y = q_BnHij @ corrected_BnHcV + carried_BnHcV
-    y_BLHV = (y if y_added is None else y + y_added).transpose(2, 3).unflatten(1, (runs.num_runs, -1)).flatten(2, 3)
-    return y_BLHV[:, :, :run].flatten(1, 2), last
+    y_BncHV = (y if y_added is None else y + y_added).transpose(2, 3)
+    return from_blocks(y_BncHV, runs, length), last
 
 
 def block_of(length: int, block: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from surefoot.ops.runs import OneRun, Runs
+from surefoot.ops.runs import OneRun, Runs, from_blocks, in_blocks, starts_in_blocks
 
 
 def ssd_plain(
@@ -57,26 +57,19 @@ def ssd(
     batch, length, num_heads, _ = x_BLHP.shape
     num_groups = b_BLGN.shape[2]
     per_group = num_heads // num_groups
-    run = length // runs.num_runs
-    block = min(block, run)
-    padding = -run % block
+    block = min(block, length // runs.num_runs)
 
-    def blocks(tensor: Tensor) -> Tensor:
-        """(B, L, …) to (B, n, c, …), each run filled up with positions that change nothing."""
-        by_run: Tensor = tensor.unflatten(1, (runs.num_runs, run))
-        if padding:
-            by_run = torch.cat((by_run, by_run.new_zeros((*by_run.shape[:2], padding, *by_run.shape[3:]))), 2)
-        return by_run.reshape(batch, -1, block, *tensor.shape[2:])
+    def blocks(x_BLX: Tensor) -> Tensor:
+        return in_blocks(x_BLX, runs, block)  # positions of zeros change nothing
 
     x_BnGQcP = blocks(x_BLHP).unflatten(3, (num_groups, per_group)).permute(0, 1, 3, 4, 2, 5)
     b_BnG1cN, c_BnG1cN = (blocks(tensor).transpose(2, 3)[:, :, :, None] for tensor in (b_BLGN, c_BLGN))
     decay_BnGQc = blocks(log_decay_BLH).unflatten(3, (num_groups, per_group)).permute(0, 1, 3, 4, 2).cumsum(-1)
-    # How many documents have started in the block up to a position: what is carried counts only between equal numbers.
-    starts_Bn11c = blocks(starts.expand(batch, length).to(torch.int32)).cumsum(-1)[:, :, None, None]
+    # What is carried counts only between positions of equal numbers of starts.
+    starts_Bnc, is_seen_Bnij = starts_in_blocks(starts, batch, length, runs, block)
+    starts_Bn11c, is_seen = starts_Bnc[:, :, None, None], is_seen_Bnij[:, :, None, None]
     end_BnGQ1, starts_end_Bn111 = decay_BnGQc[..., -1:], starts_Bn11c[..., -1:]
 
-    is_seen = starts_Bn11c[..., :, None] == starts_Bn11c[..., None, :]
-    is_seen = is_seen & torch.ones((block, block), dtype=torch.bool, device=x_BLHP.device).tril()
     between = decay_BnGQc[..., :, None] - decay_BnGQc[..., None, :]
     # Masked before exp: later positions would give positive exponents.
     weights_BnGQij = between.masked_fill(~is_seen, float("-inf")).exp() * (c_BnG1cN @ b_BnG1cN.mT)
@@ -90,9 +83,7 @@ def ssd(
 
     from_start = decay_BnGQc.exp() * (starts_Bn11c == 0)
     y_BnGQcP = y_BnGQcP + from_start[..., None] * (c_BnG1cN @ before_BnGQPN.mT)
-    y_BLHP = y_BnGQcP.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
-    if padding:
-        y_BLHP = y_BLHP.unflatten(1, (runs.num_runs, -1))[:, :, :run].flatten(1, 2)
+    y_BLHP = from_blocks(y_BnGQcP.permute(0, 1, 4, 2, 3, 5).flatten(3, 4), runs, length)
     return y_BLHP, last_BGQPN.flatten(1, 2)
 
 

@@ -155,25 +155,28 @@ def runs_of(rank: int, size: int, length: int) -> tuple[slice, ...]:
     return tuple(slice(chunk * run, (chunk + 1) * run) for chunk in chunks_of(rank, size))
 
 
+def order_of(size: int) -> tuple[list[int], list[int]]:
+    """The chunks of all ranks as they lie rank by rank, and where each chunk of the sequence lies among them."""
+    by_rank = [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
+    return by_rank, sorted(range(2 * size), key=by_rank.__getitem__)
+
+
 class ContextRuns:
     """The two chunks that a rank holds, among those of all ranks of a group."""
 
     num_runs = 2
 
     def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
-        self.group, self.size = group, size
-        self.own = chunks_of(rank, size)
+        self.group, self.own = group, list(chunks_of(rank, size))
+        _, self._by_place = order_of(size)
 
     def spread(self, x_BR: Tensor) -> Tensor:
         """See `Runs.spread`."""
-        by_rank = gather(x_BR.contiguous(), 1, self.group)
-        numbers = [chunk for rank in range(self.size) for chunk in chunks_of(rank, self.size)]
-        places = sorted(range(len(numbers)), key=numbers.__getitem__)
-        return by_rank[:, places]
+        return gather(x_BR.contiguous(), 1, self.group)[:, self._by_place]
 
     def pick(self, x_BA: Tensor) -> Tensor:
         """See `Runs.pick`."""
-        return x_BA[:, list(self.own)]
+        return x_BA[:, self.own]
 
 
 class ContextAttention(ABC):
@@ -181,8 +184,7 @@ class ContextAttention(ABC):
 
     def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._by_rank = [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
-        self._by_place = sorted(range(2 * size), key=self._by_rank.__getitem__)
+        self._by_rank, self._by_place = order_of(size)
 
     def __call__(
         self,
