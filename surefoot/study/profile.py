@@ -22,19 +22,16 @@ from surefoot.config import ConfigError, override
 from surefoot.data.loader import Loader
 from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.heartbeat import Phase as Beat
-from surefoot.dist.mesh import Mesh
-from surefoot.dist.startup import choose_device, set_threads, tune_allocator
 from surefoot.dist.waiting import WaitClock
 from surefoot.models.count import build_meta, flops_per_token
 from surefoot.ops.autograd import is_again
 from surefoot.optim.base import Optimizer, Param
 from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
-from surefoot.parallel.apply import Laid, check, lay_out
-from surefoot.train.agree import Ranks
+from surefoot.parallel.apply import Laid, check
 from surefoot.train.facts import peak_flops
+from surefoot.train.ready import get_ready
 from surefoot.train.run import Run
-from surefoot.train.state import laid_params
 from surefoot.train.step import take_step
 
 WARM_UP = 2
@@ -268,12 +265,11 @@ def flops_by_part(run: Run) -> dict[tuple[str, int | None], float]:
     """Causal FLOPs of a step on one rank; recomputation is no work that a model needs and is not counted."""
     model, length = build_meta(run.model), run.data.sequence_length
     flops: dict[tuple[str, int | None], float] = {("head", None): model.head.flops()}
-    mixers, ffns = iter(model.mixers()), iter(model.ffns())
-    for layer in range(run.model.depth):
-        if run.model.mixer_of(layer) is not None:
-            flops["mixer", layer] = next(mixers).flops(length, causal=True)
-        if run.model.ffn_of(layer) is not None:
-            flops["ffn", layer] = next(ffns).flops()
+    for index, layer in enumerate(model._layers()):
+        if layer.mixer is not None:
+            flops["mixer", index] = layer.mixer.flops(length, causal=True)
+        if layer.ffn is not None:
+            flops["ffn", index] = layer.ffn.flops()
     times = 3 * run.train.batch * length / run.plan.num_ranks
     return {place: times * each for place, each in flops.items()}
 
@@ -346,37 +342,14 @@ class _Session:
 
     def __init__(self, run: Run, rank: int, phases: _Phases, say: Callable[[str], None]) -> None:
         self.run, self.phases, self.clock = run, phases, WaitClock()
-        try:
-            self.device = choose_device(run.train.device)
-        except ValueError as error:
-            raise ConfigError("train.device", run.train.device, str(error)) from None
-        set_threads(run.train.threads)
-        if self.device.type == "cpu":
-            tune_allocator()
-        length = run.data.sequence_length
-        mesh = Mesh(run.plan.grid, rank)
-        self.ranks = Ranks(mesh, self.device, phases)
         say("reading the data and measuring the machine")
-        with self.ranks.first_alone():
-            dataset = run.data.build(announce=say)
-        if dataset.vocab_size > run.model.vocab_size:
-            raise ConfigError("model.vocab_size", run.model.vocab_size, f"must be at least {dataset.vocab_size}")
+        ready = get_ready(run, rank, phases, say)
+        self.device, self.ranks, self.laid, self.params = ready.device, ready.ranks, ready.laid, ready.params
         self.peak = peak_flops(self.device, run.precision.compute_dtype)
         self.bandwidth = measure_bandwidth(self.device)
-        self.laid = lay_out(
-            run.plan,
-            run.model,
-            mesh,
-            sequence_length=length,
-            dtype=run.precision.weight_dtype,
-            device=self.device,
-            seed=run.train.seed,
-            precision=run.precision,
-        )
-        self.params = laid_params(self.laid)
         self.optimizer = run.optim.build(self.params)
         self.meter = UpdateMeter(self.params, group=self.ranks.group)
-        self.loader = Loader(dataset, run.train.batch, 0, self.ranks.own(run.train.batch))
+        self.loader = Loader(ready.dataset, run.train.batch, 0, self.ranks.own(run.train.batch))
         self.step = 0
 
     def steps(self, count: int) -> float:

@@ -16,12 +16,10 @@ import torch
 
 from surefoot.checkpoint.load import latest
 from surefoot.checkpoint.saver import Mode, Saver
-from surefoot.config import ConfigError, RunError, fingerprint
-from surefoot.data.dataset import Dataset
+from surefoot.config import RunError, fingerprint
 from surefoot.data.loader import Loader
 from surefoot.dist.heartbeat import Heartbeat
-from surefoot.dist.mesh import Mesh
-from surefoot.dist.startup import choose_device, peak_memory, set_threads, tune_allocator
+from surefoot.dist.startup import peak_memory
 from surefoot.dist.waiting import WaitClock
 from surefoot.models.routing import routers
 from surefoot.observe.folder import RunFolder
@@ -30,15 +28,15 @@ from surefoot.ops.native.build import library, status
 from surefoot.optim.base import Group
 from surefoot.optim.schedule import progress_of
 from surefoot.optim.update import UpdateMeter
-from surefoot.parallel.apply import check, lay_out
 from surefoot.precision.meter import worst_of
-from surefoot.train.agree import Ranks, StepFacts
+from surefoot.train.agree import StepFacts
 from surefoot.train.copies import CopyCheck
 from surefoot.train.evaluate import bits_per_byte, evaluate
 from surefoot.train.facts import gather, peak_flops, weights_hash
 from surefoot.train.pace import Pace
+from surefoot.train.ready import get_ready
 from surefoot.train.run import Run
-from surefoot.train.state import Progress, compare_machines, laid_params, parts_of, restore, states_of
+from surefoot.train.state import Progress, compare_machines, parts_of, restore, states_of
 from surefoot.train.step import StepResult, take_step
 
 Complete = Callable[[Any, Sequence[int], int, torch.dtype], list[int]]
@@ -95,37 +93,10 @@ class Trainer:
 
     def _set_up(self) -> None:
         run = self.run
-        try:
-            self.device = choose_device(run.train.device)
-        except ValueError as error:
-            raise ConfigError("train.device", run.train.device, str(error)) from None
-        set_threads(run.train.threads)
-        if self.device.type == "cpu":
-            tune_allocator()
-        check(run.plan, run.model, run.data.sequence_length, run.precision)
-        mesh = Mesh(run.plan.grid, self.rank)
-        self.ranks = Ranks(mesh, self.device, self.heartbeat)
-        with self.ranks.first_alone():
-            self.dataset: Dataset = run.data.build(announce=self._say)
-        if self.dataset.vocab_size > run.model.vocab_size:
-            raise ConfigError(
-                "model.vocab_size",
-                run.model.vocab_size,
-                f"is smaller than the tokenizer's; use {self.dataset.vocab_size} or more",
-            )
-        dtype = run.precision.weight_dtype
-        length = run.data.sequence_length
-        self.laid = lay_out(
-            run.plan,
-            run.model,
-            mesh,
-            sequence_length=length,
-            dtype=dtype,
-            device=self.device,
-            seed=run.train.seed,
-            precision=run.precision,
-        )
-        self.params, self.states = laid_params(self.laid), states_of(self.laid.model, mesh)
+        ready = get_ready(run, self.rank, self.heartbeat, self._say)
+        self.device, self.ranks, self.dataset = ready.device, ready.ranks, ready.dataset
+        self.laid, self.params = ready.laid, ready.params
+        self.states = states_of(self.laid.model, self.laid.mesh)
         self.optimizer = run.optim.build(self.params)
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
         self.peak = peak_flops(self.device, self.dtype)
