@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from surefoot.blocks.base import FeedForwardConfig
+from surefoot.blocks.base import FeedForwardConfig, MixerConfig
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.mla import MLAConfig
@@ -13,7 +13,7 @@ from surefoot.blocks.rope import YarnScaling
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import Family, by_layer
-from surefoot.models.hf.llama import network_ties, read_stem, stem_ties, write_stem
+from surefoot.models.hf.llama import layer_ties, network_ties, read_stem, write_stem
 from surefoot.models.hf.qwen3_moe import expert_ties
 from surefoot.models.hf.rope import read_rope, write_rope
 from surefoot.models.hf.settings import Json, Settings
@@ -172,16 +172,10 @@ def _network_ties(theirs: str, ours: str, ffn: FeedForwardConfig | None) -> list
 
 
 def _ties(config: DecoderConfig) -> list[Tie]:
-    ties = stem_ties(config)
-    for layer in range(config.depth):
-        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        ties += [
-            same(f"{theirs}.input_layernorm.weight", f"{ours}.norm_mixer.scale"),
-            *_attention_ties(f"{theirs}.self_attn", f"{ours}.mixer", cast(MLAConfig, config.mixer_of(layer))),
-            same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.norm_ffn.scale"),
-            *_network_ties(f"{theirs}.mlp", f"{ours}.ffn", config.ffn_of(layer)),
-        ]
-    return ties
+    def of_mixer(theirs: str, ours: str, mixer: MixerConfig | None) -> list[Tie]:
+        return _attention_ties(f"{theirs}.self_attn", ours, cast(MLAConfig, mixer))
+
+    return layer_ties(config, of_mixer, lambda theirs, ours, ffn: _network_ties(f"{theirs}.mlp", ours, ffn))
 
 
 FAMILIES = (Family("deepseek_v3", "DeepseekV3ForCausalLM", _read, _write, _ties),)

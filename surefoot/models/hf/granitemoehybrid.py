@@ -14,10 +14,10 @@ from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import Family, by_layer
 from surefoot.models.hf.llama import (
-    attention_ties,
+    layer_ties,
     read_attention,
     read_stem,
-    stem_ties,
+    self_attention_ties,
     write_attention,
     write_stem,
 )
@@ -150,7 +150,7 @@ def _write(config: DecoderConfig) -> Json:
     }
 
 
-def _network_ties(theirs: str, ours: str, ffn: FeedForwardConfig) -> list[Tie]:
+def _network_ties(theirs: str, ours: str, ffn: FeedForwardConfig | None) -> list[Tie]:
     """Gate and up are one tensor, of all experts and of the shared one."""
     shared, experts = f"{theirs}.shared_mlp", f"{theirs}.block_sparse_moe"
     if not isinstance(ffn, MoEConfig):
@@ -170,21 +170,14 @@ def _network_ties(theirs: str, ours: str, ffn: FeedForwardConfig) -> list[Tie]:
     ]
 
 
+def _mixer_ties(theirs: str, ours: str, mixer: MixerConfig | None) -> list[Tie]:
+    if isinstance(mixer, Mamba2Config):
+        return mamba_ties(f"{theirs}.mamba", ours, mixer)
+    return self_attention_ties(theirs, ours, mixer)
+
+
 def _ties(config: DecoderConfig) -> list[Tie]:
-    ties = stem_ties(config)
-    for layer in range(config.depth):
-        theirs, ours, mixer = f"model.layers.{layer}", f"layers.{layer}", config.mixer_of(layer)
-        ties += [
-            same(f"{theirs}.input_layernorm.weight", f"{ours}.norm_mixer.scale"),
-            *(
-                mamba_ties(f"{theirs}.mamba", f"{ours}.mixer", mixer)
-                if isinstance(mixer, Mamba2Config)
-                else attention_ties(f"{theirs}.self_attn", f"{ours}.mixer", cast(AttentionConfig, mixer))
-            ),
-            same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.norm_ffn.scale"),
-            *_network_ties(theirs, f"{ours}.ffn", cast(FeedForwardConfig, config.ffn_of(layer))),
-        ]
-    return ties
+    return layer_ties(config, _mixer_ties, _network_ties)
 
 
 FAMILIES = (Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _ties, is_general=True),)

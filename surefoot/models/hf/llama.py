@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from surefoot.blocks.base import FeedForwardConfig, MixerConfig
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.models.decoder import DecoderConfig
@@ -143,18 +144,32 @@ def _write(config: DecoderConfig, *, windows: Callable[[Settings, int], Windows]
     return values | by_kind | {"use_sliding_window": by_kind["sliding_window"] is not None}
 
 
-def _ties(config: DecoderConfig) -> list[Tie]:
+def layer_ties(
+    config: DecoderConfig,
+    of_mixer: Callable[[str, str, MixerConfig | None], list[Tie]],
+    of_network: Callable[[str, str, FeedForwardConfig | None], list[Tie]],
+) -> list[Tie]:
+    """Of a model of pre-norm layers, each a mixer and a network: `of_mixer` and `of_network` are given their name for the
+    layer and ours for the part."""
     ties = stem_ties(config)
     for layer in range(config.depth):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        mixer = cast(AttentionConfig, config.mixer_of(layer))
         ties += [
             same(f"{theirs}.input_layernorm.weight", f"{ours}.norm_mixer.scale"),
-            *attention_ties(f"{theirs}.self_attn", f"{ours}.mixer", mixer),
+            *of_mixer(theirs, f"{ours}.mixer", config.mixer_of(layer)),
             same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.norm_ffn.scale"),
-            *network_ties(f"{theirs}.mlp", f"{ours}.ffn"),
+            *of_network(theirs, f"{ours}.ffn", config.ffn_of(layer)),
         ]
     return ties
+
+
+def self_attention_ties(theirs: str, ours: str, mixer: MixerConfig | None) -> list[Tie]:
+    """Of a layer's attention under its usual name."""
+    return attention_ties(f"{theirs}.self_attn", ours, cast(AttentionConfig, mixer))
+
+
+def _ties(config: DecoderConfig) -> list[Tie]:
+    return layer_ties(config, self_attention_ties, lambda theirs, ours, _: network_ties(f"{theirs}.mlp", ours))
 
 
 def _family(name: str, architecture: str, windows: Callable[[Settings, int], Windows], **attention: Any) -> Family:

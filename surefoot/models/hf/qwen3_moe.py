@@ -12,11 +12,11 @@ from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import Family, by_layer
 from surefoot.models.hf.llama import (
-    attention_ties,
+    layer_ties,
     network_ties,
     read_attention,
     read_stem,
-    stem_ties,
+    self_attention_ties,
     write_attention,
     write_stem,
 )
@@ -99,21 +99,14 @@ def _write(config: DecoderConfig) -> Json:
     )
 
 
+def _network_ties(theirs: str, ours: str, ffn: FeedForwardConfig | None) -> list[Tie]:
+    if isinstance(ffn, MoEConfig):
+        return expert_ties(f"{theirs}.mlp", ours, ffn.num_experts)
+    return network_ties(f"{theirs}.mlp", ours)
+
+
 def _ties(config: DecoderConfig) -> list[Tie]:
-    ties = stem_ties(config)
-    for layer in range(config.depth):
-        theirs, ours, ffn = f"model.layers.{layer}", f"layers.{layer}", config.ffn_of(layer)
-        ties += [
-            same(f"{theirs}.input_layernorm.weight", f"{ours}.norm_mixer.scale"),
-            *attention_ties(f"{theirs}.self_attn", f"{ours}.mixer", cast(AttentionConfig, config.mixer_of(layer))),
-            same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.norm_ffn.scale"),
-            *(
-                expert_ties(f"{theirs}.mlp", f"{ours}.ffn", ffn.num_experts)
-                if isinstance(ffn, MoEConfig)
-                else network_ties(f"{theirs}.mlp", f"{ours}.ffn")
-            ),
-        ]
-    return ties
+    return layer_ties(config, self_attention_ties, _network_ties)
 
 
 FAMILIES = (Family("qwen3_moe", "Qwen3MoeForCausalLM", _read, _write, _ties),)

@@ -12,10 +12,10 @@ from surefoot.blocks.mixers.delta_net import GatedDeltaNetConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import Family, by_layer
 from surefoot.models.hf.llama import (
+    layer_ties,
     network_ties,
     read_attention,
     read_stem,
-    stem_ties,
     write_attention,
     write_stem,
 )
@@ -127,20 +127,12 @@ def _network_ties(theirs: str, ours: str, ffn: FeedForwardConfig | None) -> list
 
 
 def _ties(config: DecoderConfig) -> list[Tie]:
-    ties = stem_ties(config)
-    for layer in range(config.depth):
-        theirs, ours, mixer = f"model.layers.{layer}", f"layers.{layer}", config.mixer_of(layer)
-        ties += [
-            same(f"{theirs}.input_layernorm.weight", f"{ours}.norm_mixer.scale"),
-            *(
-                _linear_ties(f"{theirs}.linear_attn", f"{ours}.mixer", mixer)
-                if isinstance(mixer, GatedDeltaNetConfig)
-                else _attention_ties(f"{theirs}.self_attn", f"{ours}.mixer", cast(AttentionConfig, mixer), config.width)
-            ),
-            same(f"{theirs}.post_attention_layernorm.weight", f"{ours}.norm_ffn.scale"),
-            *_network_ties(f"{theirs}.mlp", f"{ours}.ffn", config.ffn_of(layer)),
-        ]
-    return ties
+    def of_mixer(theirs: str, ours: str, mixer: MixerConfig | None) -> list[Tie]:
+        if isinstance(mixer, GatedDeltaNetConfig):
+            return _linear_ties(f"{theirs}.linear_attn", ours, mixer)
+        return _attention_ties(f"{theirs}.self_attn", ours, cast(AttentionConfig, mixer), config.width)
+
+    return layer_ties(config, of_mixer, lambda theirs, ours, ffn: _network_ties(f"{theirs}.mlp", ours, ffn))
 
 
 FAMILIES = (Family("qwen3_next", "Qwen3NextForCausalLM", _read, _write, _ties),)
