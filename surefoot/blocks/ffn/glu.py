@@ -1,4 +1,4 @@
-"""Gated feed-forward networks of any activation (Shazeer, 2020). Legend: B batch, L length, D width, F hidden width."""
+"""Gated feed-forward networks of any activation (Shazeer, 2020). Legend: B batch, L length, F hidden width."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Literal, Self
 from pydantic import Field
 from torch import Tensor
 
-from surefoot.blocks.base import FeedForward, FeedForwardConfig, Initial
+from surefoot.blocks.base import FeedForwardConfig
+from surefoot.blocks.ffn.gated import Gated
 from surefoot.ops.activations import ACTIVATIONS
 
 
@@ -29,24 +30,13 @@ class GLUConfig(FeedForwardConfig):
         return GLU(self, width, output_scale)
 
 
-class GLU(FeedForward):
+class GLU(Gated):
     """See `GLUConfig`."""
 
     def __init__(self, config: GLUConfig, width: int, output_scale: float) -> None:
-        super().__init__()
+        super().__init__(config.hidden, width, output_scale)
         self.activation = ACTIVATIONS[config.activation]
-        fan_in = Initial(std=width**-0.5)
-        self.w_gate = self.add_weight("w_gate", (config.hidden, width), ("ffn", "embed"), fan_in)
-        self.w_up = self.add_weight("w_up", (config.hidden, width), ("ffn", "embed"), fan_in)
-        self.w_down = self.add_weight(
-            "w_down", (width, config.hidden), ("embed", "ffn"), Initial(std=output_scale * config.hidden**-0.5)
-        )
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """(B, L, D) to (B, L, D)."""
-        h_BLF = self.activation(self.linear(x_BLD, "w_gate")) * self.linear(x_BLD, "w_up")
-        return self.linear(h_BLF, "w_down")
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * (self.w_gate.numel() + self.w_up.numel() + self.w_down.numel())
+    def gate(self, gate_BLF: Tensor, up_BLF: Tensor) -> Tensor:
+        """See `Gated.gate`."""
+        return self.activation(gate_BLF) * up_BLF

@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward network (Shazeer, 2020). Legend: B batch, L length, D width, F hidden width."""
+"""SwiGLU feed-forward network (Shazeer, 2020). Legend: B batch, L length, F hidden width."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Self
 from pydantic import Field
 from torch import Tensor
 
-from surefoot.blocks.base import FeedForward, FeedForwardConfig, Initial
+from surefoot.blocks.base import FeedForwardConfig
+from surefoot.blocks.ffn.gated import Gated
 from surefoot.ops.swiglu import swiglu
 
 
@@ -26,22 +27,12 @@ class SwiGLUConfig(FeedForwardConfig):
         return SwiGLU(self, width, output_scale)
 
 
-class SwiGLU(FeedForward):
-    """Gated feed-forward network; see `SwiGLUConfig`."""
+class SwiGLU(Gated):
+    """See `SwiGLUConfig`."""
 
     def __init__(self, config: SwiGLUConfig, width: int, output_scale: float) -> None:
-        super().__init__()
-        fan_in = Initial(std=width**-0.5)
-        self.w_gate = self.add_weight("w_gate", (config.hidden, width), ("ffn", "embed"), fan_in)
-        self.w_up = self.add_weight("w_up", (config.hidden, width), ("ffn", "embed"), fan_in)
-        self.w_down = self.add_weight(
-            "w_down", (width, config.hidden), ("embed", "ffn"), Initial(std=output_scale * config.hidden**-0.5)
-        )
+        super().__init__(config.hidden, width, output_scale)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """(B, L, D) to (B, L, D)."""
-        return self.linear(swiglu(self.linear(x_BLD, "w_gate"), self.linear(x_BLD, "w_up")), "w_down")
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * (self.w_gate.numel() + self.w_up.numel() + self.w_down.numel())
+    def gate(self, gate_BLF: Tensor, up_BLF: Tensor) -> Tensor:
+        """See `Gated.gate`."""
+        return swiglu(gate_BLF, up_BLF)
