@@ -10,9 +10,7 @@ milliseconds of a decoded token after 1,024.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +20,9 @@ from surefoot.infer.decode import measure
 from surefoot.models.count import build_meta, flops_per_token
 from surefoot.planner.serving import Serving
 from surefoot.recipes.find import shipped
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.runs import trained
 
 NAMES = (
     "quickstart",
@@ -34,29 +35,6 @@ NAMES = (
     "quickstart-moe-sinkhorn",
 )
 CONTEXT, DECODED_AFTER = 4096, 1024
-
-
-def result(folder: Path) -> float | None:
-    """Final held-out bits per byte of a finished run."""
-    facts = folder / "facts.json"
-    if not facts.is_file():
-        return None
-    value = json.loads(facts.read_text(encoding="utf-8")).get("result", {}).get("heldout_bits_per_byte")
-    return None if value is None else float(value)
-
-
-def train(name: str, folder: Path, steps: int, seed: int) -> float:
-    """Start or continue one run to its end."""
-    sets = [f"train.num_steps={steps}", f"train.seed={seed}", "observe.prompts=[]", f"observe.evaluate_every={steps}"]
-    options = [option for assignment in sets for option in ("--set", assignment)]
-    command = "from surefoot.cli.main import main; main()"
-    subprocess.run(
-        [sys.executable, "-c", command, "train", name, "--continue", "--out", str(folder), *options], check=True
-    )
-    found = result(folder)
-    if found is None:
-        raise SystemExit(f"{folder} was stopped; run this again to go on")
-    return found
 
 
 def row(name: str, losses: list[float]) -> list[str]:
@@ -113,8 +91,9 @@ def main() -> None:
     for seed in range(options.seeds):
         for name in NAMES:
             folder = options.out / f"{name}-{options.steps}-{seed}"
-            known = result(folder)
-            found[name].append(train(name, folder, options.steps, seed) if known is None else known)
+            sets = [f"train.num_steps={options.steps}", f"train.seed={seed}"]
+            sets += ["observe.prompts=[]", f"observe.evaluate_every={options.steps}"]
+            found[name].append(trained(name, folder, sets))
     text = table(found, options.steps)
     print(text)
     if options.report is not None:

@@ -9,11 +9,12 @@ held-out bits per byte beside fp32's of the same seed, and whether the mean is w
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.runs import trained
 
 FORMATS = {
     "fp32": ["precision.compute=fp32"],
@@ -22,29 +23,6 @@ FORMATS = {
 }
 BAR = 0.005
 """Of bits per byte, relative to fp32."""
-
-
-def result(folder: Path) -> float | None:
-    """Final held-out bits per byte of a finished run."""
-    facts = folder / "facts.json"
-    if not facts.is_file():
-        return None
-    value = json.loads(facts.read_text(encoding="utf-8")).get("result", {}).get("heldout_bits_per_byte")
-    return None if value is None else float(value)
-
-
-def train(folder: Path, steps: int, seed: int, sets: list[str]) -> float:
-    """Start or continue one run to its end."""
-    assignments = [f"train.num_steps={steps}", f"train.seed={seed}", "observe.prompts=[]", *sets]
-    options = [option for assignment in assignments for option in ("--set", assignment)]
-    command = "from surefoot.cli.main import main; main()"
-    subprocess.run(
-        [sys.executable, "-c", command, "train", "quickstart", "--continue", "--out", str(folder), *options], check=True
-    )
-    found = result(folder)
-    if found is None:
-        raise SystemExit(f"{folder} was stopped; run this again to go on")
-    return found
 
 
 def table(found: dict[str, list[float]], steps: int) -> str:
@@ -74,8 +52,8 @@ def main() -> None:
     for seed in range(options.seeds):
         for name, sets in FORMATS.items():
             folder = options.out / f"{name}-{options.steps}-{seed}"
-            known = result(folder)
-            found[name].append(train(folder, options.steps, seed, sets) if known is None else known)
+            common = [f"train.num_steps={options.steps}", f"train.seed={seed}", "observe.prompts=[]"]
+            found[name].append(trained("quickstart", folder, [*common, *sets]))
     print(table(found, options.steps))
 
 
