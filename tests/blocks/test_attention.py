@@ -13,10 +13,10 @@ from surefoot.blocks.mixers.attention import Attention, AttentionConfig
 from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 from surefoot.config import ConfigError, from_dict, to_dict
 from surefoot.infer.states import stored_bytes
-from surefoot.models.initialise import generator_for, named_weights
 from surefoot.ops.attention import attend_plain
 from surefoot.ops.documents import Documents
 from surefoot.ops.rope import frequencies, rope_tables, rotate, rotate_plain
+from tests.redraw import redraw
 
 WIDTH = 32
 OPTIONS: dict[str, dict[str, object]] = {
@@ -36,13 +36,7 @@ def config(**changes: object) -> AttentionConfig:
 
 def built(**changes: object) -> Attention:
     """fp64, and every weight drawn."""
-    mixer = config(**changes).build(width=WIDTH, output_scale=1.0).double()
-    with torch.no_grad():
-        for full_name, block, name in named_weights(mixer):
-            weight = getattr(block, name)
-            noise = torch.randn(weight.shape, generator=generator_for(0, full_name)).double()
-            weight.copy_(0.5 + 0.5 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
-    return mixer
+    return redraw(config(**changes).build(width=WIDTH, output_scale=1.0), mean=0.5, std=0.5)
 
 
 def x(length: int, batch: int = 2) -> Tensor:

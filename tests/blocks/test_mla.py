@@ -14,12 +14,12 @@ from surefoot.blocks.rope import YarnScaling
 from surefoot.config import ConfigError, from_dict, to_dict
 from surefoot.dist.pool import Pool
 from surefoot.infer.states import stored_bytes
-from surefoot.models.initialise import generator_for, named_weights
 from surefoot.ops.attention import attend_plain
 from surefoot.ops.documents import Documents
 from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
 from tests.parallel.parity import LENGTH, assert_same_as_one_process, decoder
+from tests.redraw import redraw
 
 WIDTH = 24
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,13 +36,7 @@ def config(**changes: Any) -> MLAConfig:
 
 def built(**changes: Any) -> MLA:
     """fp64, and every weight drawn."""
-    mixer = config(**changes).build(width=WIDTH, output_scale=1.0).double()
-    with torch.no_grad():
-        for full_name, block, name in named_weights(mixer):
-            weight = getattr(block, name)
-            noise = torch.randn(weight.shape, generator=generator_for(0, full_name)).double()
-            weight.copy_(1 + 0.5 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
-    return mixer
+    return redraw(config(**changes).build(width=WIDTH, output_scale=1.0), std=0.5)
 
 
 def x(length: int) -> Tensor:

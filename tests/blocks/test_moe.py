@@ -20,11 +20,12 @@ from surefoot.config import ConfigError
 from surefoot.infer.engine import generate
 from surefoot.infer.sampling import SamplingConfig
 from surefoot.models.count import build_meta, count_parameters, flops_per_token
-from surefoot.models.decoder import Decoder, DecoderConfig
-from surefoot.models.initialise import generator_for, initialise, materialise, named_states, named_weights
+from surefoot.models.decoder import DecoderConfig
+from surefoot.models.initialise import initialise, materialise, named_states
 from surefoot.models.routing import balance, drain, statistics, take_auxiliary
 from surefoot.ops.attention import attend_plain
 from surefoot.ops.documents import Documents
+from tests.redraw import redraw
 
 WIDTH, VOCAB = 12, 40
 ROUTERS: dict[str, RouterConfig] = {
@@ -52,16 +53,6 @@ def decoder(router: RouterConfig, **changes: object) -> DecoderConfig:
         "ffn": MoEConfig(num_experts=6, top_k=2, hidden=10, shared_hidden=6, router=router),
     }
     return DecoderConfig(**(values | changes))
-
-
-def redraw(model: Decoder) -> Decoder:
-    model.double()
-    with torch.no_grad():
-        for full_name, block, name in named_weights(model):
-            weight = getattr(block, name)
-            noise = torch.randn(weight.shape, generator=generator_for(0, full_name)).double()
-            weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
-    return model
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:

@@ -14,28 +14,17 @@ from surefoot.config import ConfigError
 from surefoot.dist.pool import Pool
 from surefoot.infer.states import stored_bytes
 from surefoot.models.decoder import Decoder, DecoderConfig
-from surefoot.models.initialise import generator_for, named_weights
 from surefoot.ops.documents import Documents
 from surefoot.parallel.context import Kind
 from surefoot.parallel.plan import Plan
 from tests.parallel.parity import assert_same_as_one_process, decoder
+from tests.redraw import redraw
 
 WIDTH = 16
 
 
 def config(**changes: Any) -> AttentionConfig:
     return AttentionConfig(**({"num_heads": 4, "num_kv_heads": 2, "head_size": 4, "rope_theta": 20.0} | changes))
-
-
-def drawn(module: Any) -> Any:
-    """fp64, and every weight drawn."""
-    module.double()
-    with torch.no_grad():
-        for full_name, block, name in named_weights(module):
-            weight = getattr(block, name)
-            noise = torch.randn(weight.shape, generator=generator_for(0, full_name)).double()
-            weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
-    return module
 
 
 def model(pattern: str = "mrwswr", **changes: Any) -> DecoderConfig:
@@ -57,7 +46,7 @@ def model(pattern: str = "mrwswr", **changes: Any) -> DecoderConfig:
 
 def pair(**changes: Any) -> tuple[Attention, Attention]:
     """One that leaves its keys, and one that reads them and has otherwise the same weights."""
-    writer = drawn(config(leaves="keys", **changes).build(width=WIDTH, output_scale=1.0))
+    writer = redraw(config(leaves="keys", **changes).build(width=WIDTH, output_scale=1.0))
     reader = config(reads="keys", **changes).build(width=WIDTH, output_scale=1.0).double()
     assert not {"wk", "wv", "bk", "bv", "norm_k.scale"} & dict(reader.named_parameters()).keys()
     reader.load_state_dict({name: writer.state_dict()[name] for name in reader.state_dict()})
@@ -86,7 +75,7 @@ def test_reading_ones_own_keys_is_plain_attention(changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("cuts", [(1,) * 12, (12,), (7, 1, 1, 1, 1, 1), (2, 6, 4)])
 def test_stepping_equals_one_pass(cuts: tuple[int, ...]) -> None:
-    built: Decoder = drawn(model().build())
+    built: Decoder = redraw(model().build())
     ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
     whole = built(ids, Documents(None, 12))
     states, parts, start = built.new_states(2, 12, torch.float64), [], 0

@@ -11,12 +11,13 @@ from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError
 from surefoot.models.count import build_meta, count_parameters, flops_per_token
-from surefoot.models.decoder import Decoder, DecoderConfig
-from surefoot.models.initialise import generator_for, initialise, named_weights
+from surefoot.models.decoder import DecoderConfig
+from surefoot.models.initialise import initialise
 from surefoot.models.presets import SIZES, decoder
 from surefoot.ops.attention import attend_plain
 from surefoot.ops.documents import Documents
 from surefoot.ops.loss import IGNORED
+from tests.redraw import redraw
 
 VOCAB = 50
 
@@ -30,17 +31,6 @@ def config(**changes: object) -> DecoderConfig:
         "ffn": SwiGLUConfig(hidden=48),
     }
     return DecoderConfig(**(values | changes))
-
-
-def redraw(model: Decoder, seed: int = 0) -> Decoder:
-    """fp64, and every weight away from its start: norm scales of 1 would hide a dropped norm."""
-    model.double()
-    with torch.no_grad():
-        for full_name, block, name in named_weights(model):
-            weight = getattr(block, name)
-            noise = torch.randn(weight.shape, generator=generator_for(seed, full_name)).double()
-            weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
-    return model
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

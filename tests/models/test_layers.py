@@ -14,8 +14,8 @@ from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError, from_dict, override, to_dict
 from surefoot.models.decoder import Decoder, DecoderConfig
-from surefoot.models.initialise import generator_for, named_weights
 from surefoot.ops.documents import Documents
+from tests.redraw import redraw
 
 VOCAB, WIDTH = 40, 16
 ATTENTION, WIDE = (
@@ -33,13 +33,7 @@ def config(**changes: Any) -> DecoderConfig:
 
 def built(described: DecoderConfig) -> Decoder:
     """In fp64, with every weight and scale away from where it starts."""
-    model = described.build().double()
-    with torch.no_grad():
-        for full_name, block, name in named_weights(model):
-            weight = getattr(block, name)
-            noise = torch.randn(weight.shape, generator=generator_for(0, full_name)).double()
-            weight.copy_(1 + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
-    return model
+    return redraw(described.build())
 
 
 def plain_norm(x: Tensor, scale: Tensor) -> Tensor:
