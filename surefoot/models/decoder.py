@@ -211,7 +211,7 @@ class Layer(nn.Module):
         Both are returned, so that a wrapper of layers sees all through which gradients come. What earlier layers left is not
         passed on: through FSDP it would come out as a view, on which its hooks may be lost.
         """
-        found = dict(shared or {})
+        found = shared or {}
         shared = dict(found)
         if self.connect_mixer is not None and self.mixer is not None:
             read_BLD, write = self.connect_mixer(x_BLS)

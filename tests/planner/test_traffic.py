@@ -191,14 +191,7 @@ def test_rows_that_travel_to_experts_are_those_of_the_formula(tiny: Tiny, pool: 
     base = over(tiny, {key: value for key, value in plan.items() if key != "expert"}, "train.batch=16")
     ffn = MoEConfig(num_experts=8, top_k=2, hidden=28, router=EvenConfig())
     run = base.model_copy(update={"model": base.model.model_copy(update={"ffn": ffn}), "plan": Plan(**plan)})
-    for rank, found in enumerate(pool.run(issued, run)):
-        if found is None:
-            continue
-        held, counted = found
-        assert_equal(counted, traffic(run.plan, run.model, run.optim, workload(run), rank))
-        dry = dry_run(run, rank)
-        assert dry.holdings == held
-        assert dry.flows == counted
+    assert_known(run, pool)
 
 
 def test_with_adamw_no_matrix_travels(tiny: Tiny, pool: Pool) -> None:
