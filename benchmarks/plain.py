@@ -1,6 +1,6 @@
-"""The common workload as a plain PyTorch loop: what a researcher writes by hand. One JSON line a step on stdout.
+"""A workload as a plain PyTorch loop: what a researcher writes by hand. One JSON line a step on stdout.
 
-    python benchmarks/plain.py --steps 30 --threads 2
+    python benchmarks/plain.py --size 30m --steps 30 --threads 2
 
 Legend: B batch, L length, D width, H query heads, G key-value heads, K head size.
 """
@@ -21,18 +21,19 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import rows as workload
+from benchmarks.rows import Size
 
 
 class Attention(nn.Module):
     """Causal attention with rotary positions and grouped key-value heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.size = workload.WIDTH // workload.HEADS
-        self.wq = nn.Linear(workload.WIDTH, workload.WIDTH, bias=False)
-        self.wk = nn.Linear(workload.WIDTH, workload.KV_HEADS * self.size, bias=False)
-        self.wv = nn.Linear(workload.WIDTH, workload.KV_HEADS * self.size, bias=False)
-        self.wo = nn.Linear(workload.WIDTH, workload.WIDTH, bias=False)
+        self.size = size.width // size.heads
+        self.wq = nn.Linear(size.width, size.width, bias=False)
+        self.wk = nn.Linear(size.width, size.kv_heads * self.size, bias=False)
+        self.wv = nn.Linear(size.width, size.kv_heads * self.size, bias=False)
+        self.wo = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
@@ -55,14 +56,14 @@ def turn(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
 class Layer(nn.Module):
     """Attention and a SwiGLU network, each after a norm and beside a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm_attention = nn.RMSNorm(workload.WIDTH, eps=workload.NORM_EPS)
-        self.norm_ffn = nn.RMSNorm(workload.WIDTH, eps=workload.NORM_EPS)
-        self.attention = Attention()
-        self.w_gate = nn.Linear(workload.WIDTH, workload.FFN, bias=False)
-        self.w_up = nn.Linear(workload.WIDTH, workload.FFN, bias=False)
-        self.w_down = nn.Linear(workload.FFN, workload.WIDTH, bias=False)
+        self.norm_attention = nn.RMSNorm(size.width, eps=workload.NORM_EPS)
+        self.norm_ffn = nn.RMSNorm(size.width, eps=workload.NORM_EPS)
+        self.attention = Attention(size)
+        self.w_gate = nn.Linear(size.width, size.ffn, bias=False)
+        self.w_up = nn.Linear(size.width, size.ffn, bias=False)
+        self.w_down = nn.Linear(size.ffn, size.width, bias=False)
 
     def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
@@ -75,15 +76,15 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The decoder."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size = workload.COMMON) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(workload.VOCABULARY, workload.WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(workload.DEPTH))
-        self.norm = nn.RMSNorm(workload.WIDTH, eps=workload.NORM_EPS)
-        self.head = nn.Linear(workload.WIDTH, workload.VOCABULARY, bias=False)
-        size = workload.WIDTH // workload.HEADS
-        frequencies = workload.ROPE_THETA ** (-torch.arange(0, size, 2).float() / size)
-        angles = torch.outer(torch.arange(workload.LENGTH).float(), frequencies)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.depth))
+        self.norm = nn.RMSNorm(size.width, eps=workload.NORM_EPS)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        head_size = size.width // size.heads
+        frequencies = workload.ROPE_THETA ** (-torch.arange(0, head_size, 2).float() / head_size)
+        angles = torch.outer(torch.arange(size.length).float(), frequencies)
         self.register_buffer("cos_LK", angles.cos(), persistent=False)
         self.register_buffer("sin_LK", angles.sin(), persistent=False)
         for weight in self.parameters():
@@ -121,18 +122,20 @@ def rate(step: int) -> float:
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=workload.SIZES, default="common")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     arguments = parser.parse_args()
+    size = workload.SIZES[arguments.size]
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    model = Llama()
+    model = Llama(size)
     adamw = optimizer(model)
     for step in range(arguments.steps):
         for group in adamw.param_groups:
             group["lr"] = rate(step)
-        read = torch.from_numpy(workload.rows(step * workload.BATCH, workload.BATCH))
+        read = torch.from_numpy(workload.rows(step * size.batch, size.batch, size))
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.dtype == "bf16"):
             loss = model(read[:, :-1].contiguous(), read[:, 1:].contiguous())
         loss.backward()

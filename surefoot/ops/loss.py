@@ -1,6 +1,7 @@
 """Cross-entropy straight from hidden states, a block of rows at a time, so that the logits never exist as a whole.
 
-Legend: T tokens, D width, V vocabulary, C rows of one chunk.
+Legend: T tokens, D width, V vocabulary, C rows of one chunk, W rows of
+the vocabulary at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from surefoot.ops.autograd import apply
-from surefoot.ops.matmul import mm
+from surefoot.ops.matmul import mm, widens_bf16
 
 IGNORED = -100
 """The target of a position at which nothing is to be predicted."""
 
-_CHUNK_BYTES = 1 << 25
-"""Logits held at once. Small chunks lose: each reads and writes the whole weight gradient again."""
+_CHUNK_BYTES, _BLOCK_BYTES = 1 << 25, 1 << 22
+"""Logits held at once, and of a product that is added to the weight gradient. Small chunks lose: each reads and writes the
+whole weight gradient again."""
 
 
 class LossSums(NamedTuple):
@@ -63,29 +65,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll, z = (torch.zeros((), dtype=wide, device=x_TD.device) for _ in range(2))
         num_rows = weight_VD.shape[0] if part is None else part.num_rows
         rows = max(64, _CHUNK_BYTES // (num_rows * wide.itemsize))
+        # Made once: allocators leave holes of the sizes of large tensors that come and go in turn.
+        wide_CV = x_TD.new_empty((min(rows, len(x_TD)), weight_VD.shape[0]), dtype=wide)
+        as_x_CV = wide_CV if x_TD.dtype is wide else torch.empty_like(wide_CV, dtype=x_TD.dtype)
+        product_WD = weight_VD.new_empty(
+            (max(64, _BLOCK_BYTES // (weight_VD.shape[1] * weight_VD.itemsize)), weight_VD.shape[1])
+        )
+        is_exact = x_TD.dtype is wide or widens_bf16(x_TD.device)
         for start in range(0, x_TD.shape[0], rows):
             x_CD, targets_C = x_TD[start : start + rows], targets_T[start : start + rows]
             valid_C = (targets_C != IGNORED).to(wide)
-            logits_CV = mm(x_CD, narrow_VD.t(), wide)
+            logits_CV, narrow_CV = wide_CV[: len(x_CD)], as_x_CV[: len(x_CD)]
+            if is_exact:
+                mm(x_CD, narrow_VD.t(), wide, out=logits_CV)
+            else:
+                logits_CV.copy_(mm(x_CD, narrow_VD.t(), x_TD.dtype, out=narrow_CV))
             slope_CV = None
             if softcap is not None:
                 logits_CV = logits_CV.div_(softcap).tanh_()
                 slope_CV = 1 - logits_CV.square() if is_training else None
                 logits_CV = logits_CV.mul_(softcap)
-            top_C1 = logits_CV.amax(1, keepdim=True)
-            if part is None:
-                safe_C1, here_C = targets_C.clamp_min(0)[:, None], valid_C
-                picked_C = logits_CV.gather(1, safe_C1)[:, 0]
-                weights_CV = logits_CV.sub_(top_C1).exp_()
-                total_C1 = weights_CV.sum(1, keepdim=True)
-            else:
-                own_C = targets_C - part.start
-                is_here_C = (own_C >= 0) & (own_C < weight_VD.shape[0])
-                safe_C1, here_C = own_C.clamp(0, weight_VD.shape[0] - 1)[:, None], valid_C * is_here_C
-                picked_C = torch.where(is_here_C, logits_CV.gather(1, safe_C1)[:, 0], 0)
-                weights_CV = logits_CV.sub_(part.max_(top_C1)).exp_()
-                total_C1, picked_C1 = part.sum_(torch.stack((weights_CV.sum(1), picked_C)))[..., None]
-                picked_C = picked_C1[:, 0]
+            weights_CV, total_C1, top_C1, picked_C, safe_C1, here_C = _shares(logits_CV, targets_C, valid_C, part)
             log_total_C = (total_C1.log() + top_C1)[:, 0]
             nll += ((log_total_C - picked_C) * valid_C).sum()
             z += (log_total_C.square() * valid_C).sum()
@@ -96,9 +96,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_CV = weights_CV.mul_(scale_C[:, None] / total_C1).scatter_add_(1, safe_C1, -here_C[:, None])
             if slope_CV is not None:
                 grad_CV *= slope_CV
-            narrow_CV = grad_CV.to(x_TD.dtype)
+            narrow_CV = narrow_CV.copy_(grad_CV) if narrow_CV.dtype is not wide else grad_CV
             grad_x_TD[start : start + rows] = mm(narrow_CV, narrow_VD, x_TD.dtype)
-            grad_VD += mm(narrow_CV.t(), x_CD, grad_VD.dtype)
+            _add_product(grad_VD, narrow_CV, x_CD, product_WD)
         if is_training:
             ctx.save_for_backward(grad_x_TD, grad_VD)
         ctx.mark_non_differentiable(nll, z)
@@ -106,8 +106,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        grad_x_TD, grad_VD = ctx.saved_tensors
-        return grad_x_TD * grads[0].to(grad_x_TD.dtype), grad_VD * grads[0].to(grad_VD.dtype), None, None, None, None
+        # In place: the weight's gradient is the largest tensor there is. torch refuses a second backward through them.
+        grad_x_TD, grad_VD = (grad.mul_(grads[0].to(grad.dtype)) for grad in ctx.saved_tensors)
+        return grad_x_TD, grad_VD, None, None, None, None
+
+
+def _shares(
+    logits_CV: Tensor, targets_C: Tensor, valid_C: Tensor, part: VocabularyPart | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """exp(logits - top) in the logits' place, its sum (C, 1), top (C, 1), the targets' logits (C,), the targets as
+    indexes (C, 1), and 1 where the target is valid and among this part's rows (C,)."""
+    top_C1 = logits_CV.amax(1, keepdim=True)
+    if part is None:
+        safe_C1 = targets_C.clamp_min(0)[:, None]
+        picked_C = logits_CV.gather(1, safe_C1)[:, 0]
+        weights_CV = logits_CV.sub_(top_C1).exp_()
+        return weights_CV, weights_CV.sum(1, keepdim=True), top_C1, picked_C, safe_C1, valid_C
+    own_C = targets_C - part.start
+    is_here_C = (own_C >= 0) & (own_C < logits_CV.shape[1])
+    safe_C1 = own_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
+    picked_C = torch.where(is_here_C, logits_CV.gather(1, safe_C1)[:, 0], 0)
+    weights_CV = logits_CV.sub_(part.max_(top_C1)).exp_()
+    total_C1, picked_C1 = part.sum_(torch.stack((weights_CV.sum(1), picked_C)))[..., None]
+    return weights_CV, total_C1, top_C1, picked_C1[:, 0], safe_C1, valid_C * is_here_C
+
+
+def _add_product(to_VD: Tensor, left_CV: Tensor, right_CD: Tensor, product_WD: Tensor) -> None:
+    """Add leftᵀ right, some rows at a time, which `product_WD` has room for."""
+    for rows_VD, part_CV in zip(to_VD.split(len(product_WD)), left_CV.split(len(product_WD), 1), strict=True):
+        rows_VD.add_(mm(part_CV.t(), right_CD, to_VD.dtype, out=product_WD[: len(rows_VD)]))
 
 
 def linear_cross_entropy(

@@ -56,7 +56,10 @@ def both(dtype: torch.dtype) -> tuple[Decoder, plain.Llama]:
 def test_rows_are_the_same_and_follow_the_recipe() -> None:
     dataset = workload.common().data.build()
     for step in range(3):
-        batch, read = dataset.batch(step * rows.BATCH, rows.BATCH), rows.rows(step * rows.BATCH, rows.BATCH)
+        batch, read = (
+            dataset.batch(step * rows.COMMON.batch, rows.COMMON.batch),
+            rows.rows(step * rows.COMMON.batch, rows.COMMON.batch),
+        )
         assert np.array_equal(batch.tokens_BL, read[:, :-1])
         assert np.array_equal(batch.targets_BL, read[:, 1:])
     starts = np.random.Generator(np.random.PCG64(0)).integers(0, len(rows.corpus()) - 257, 1 << 18)
@@ -67,7 +70,7 @@ def test_loss_and_every_gradient_agree() -> None:
     model, other = both(torch.float64)
     read = torch.from_numpy(rows.rows(0, 2))
     tokens_BL, targets_BL = read[:, :-1], read[:, 1:]
-    objective, _ = model.loss(tokens_BL, targets_BL, Documents(None, rows.LENGTH))
+    objective, _ = model.loss(tokens_BL, targets_BL, Documents(None, rows.COMMON.length))
     (objective / targets_BL.numel()).backward()  # type: ignore[no-untyped-call]
     loss = other(tokens_BL, targets_BL)
     loss.backward()
@@ -93,9 +96,9 @@ def test_steps_of_the_two_optimizers_agree() -> None:
         ours.zero_grad()
         loss = other(read[:, :-1], read[:, 1:])
         loss.backward()
-        objective, _ = model.loss(read[:, :-1], read[:, 1:], Documents(None, rows.LENGTH))
-        (objective / (2 * rows.LENGTH)).backward()  # type: ignore[no-untyped-call]
-        torch.testing.assert_close(objective / (2 * rows.LENGTH), loss, rtol=1e-5, atol=0, check_dtype=False)
+        objective, _ = model.loss(read[:, :-1], read[:, 1:], Documents(None, rows.COMMON.length))
+        (objective / (2 * rows.COMMON.length)).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(objective / (2 * rows.COMMON.length), loss, rtol=1e-5, atol=0, check_dtype=False)
         theirs.step()
         ours.step(run.schedule((step + 0.5) / run.train.num_steps))
 
@@ -117,7 +120,7 @@ def test_a_ratio_is_between_runs_of_one_round() -> None:
 
 def test_the_rate_is_of_the_median_step_after_the_first() -> None:
     times = [0.0, 9.0, 18.0, 27.0, 36.0, 37.0, 38.0, 47.0, 48.0]
-    assert peers.median_rate(times) == rows.BATCH * rows.LENGTH / 1.0
+    assert peers.median_rate(times) == rows.COMMON.batch * rows.COMMON.length / 1.0
 
 
 @pytest.mark.parametrize(("rate", "peak", "failing"), [(150, 1.0, 0), (149, 1.0, 1), (150, 1.1, 1), (100, 2.0, 2)])
