@@ -130,7 +130,9 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
 
 def telling_ranks(run: Run) -> list[int]:
     """Ranks that tell what all hold at most: the first and the last, whose shares may be uneven, and of a pipeline the first
-    of the last stage and of the one with most layers, since no later rank keeps more micro-batches at once."""
+    of the last stage and of the one with most layers, since no later rank keeps more micro-batches at once. `ConfigError` where
+    the plan does not fit the model."""
+    check(run.plan, run.model, run.data.sequence_length, run.precision)
     plan, last = run.plan, run.plan.num_ranks - 1
     if plan.pipeline == 1:
         return list(dict.fromkeys((0, last)))

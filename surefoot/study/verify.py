@@ -111,6 +111,8 @@ def parse_plan(text: str) -> Plan:
         name, equals, value = item.strip().partition("=")
         if not equals:
             raise ConfigError("--plan", text, "is not a list like shard=2,tensor=2")
+        if name in values:
+            raise ConfigError("--plan", text, f"gives {name} twice; drop one")
         values[name] = int(value) if value.lstrip("-").isdigit() else value
     return Plan(**values)
 
@@ -126,14 +128,9 @@ def verify(
     stopped and started again."""
     for plan in plans:
         check(plan, deep_enough(run, plan).model, run.data.sequence_length, run.precision)
-        if num_micro_batches(plan) is None:
-            raise ConfigError(
-                "plan",
-                plan.describe(),
-                f"must share {BATCH} samples equally over replicate x shard ranks, and each share over micro-batches",
-            )
         if plan.num_ranks > pool.num_ranks:
             raise ConfigError("plan", plan.describe(), f"needs {plan.num_ranks} ranks; give --ranks {plan.num_ranks}")
+        _check_batch(plan)
     references: dict[object, tuple[list[Share], dict[str, float]]] = {}
     verdicts = []
     for plan in plans:
@@ -149,6 +146,25 @@ def verify(
         announce(verdict)
         verdicts.append(verdict)
     return verdicts
+
+
+def _check_batch(plan: Plan) -> None:
+    ranks = plan.num_data_ranks
+    if BATCH % ranks:
+        nearest = min((size for size in range(1, BATCH + 1) if BATCH % size == 0), key=lambda size: abs(size - ranks))
+        raise ConfigError(
+            "plan.shard",
+            plan.shard,
+            f"makes replicate x shard x expert = {ranks} ranks that must share {BATCH} samples equally; nearest that do: "
+            f"{nearest}",
+        )
+    if num_micro_batches(plan) is None:
+        raise ConfigError(
+            "plan.pipeline",
+            plan.pipeline,
+            f"with schedule {plan.schedule} takes no number of micro-batches of {BATCH // ranks} samples a rank; use fewer "
+            "replicate, shard or expert ranks",
+        )
 
 
 def num_micro_batches(plan: Plan) -> int | None:

@@ -273,6 +273,8 @@ def test_it_says_what_does_not_fit_and_what_would(command: Command, tiny: Tiny) 
         ["plan.shard=3"],
         ["plan.reshard=2"],
         ["plan.shard=2", "plan.tensor=4"],
+        ["plan.pipeline=6", "train.batch=12"],
+        ["plan.pipeline=3", "plan.schedule=zbv", "train.batch=12"],
         ["model.widht=3"],
     ],
 )

@@ -292,6 +292,7 @@ def test_all_means_all_that_is_legal(run: Run) -> None:
         ("shrad=2", "did you mean"),
         ("shard=0", "shard"),
         ("shard=x", "shard"),
+        ("shard=2,tensor=2,shard=4", "gives shard twice"),
     ],
 )
 def test_a_plan_that_is_none(text: str, said: str) -> None:

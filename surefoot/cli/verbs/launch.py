@@ -117,7 +117,7 @@ def kubernetes(
         raise ConfigError(
             "--volume-claim", None, "is missing; name a PersistentVolumeClaim that all pods can write (ReadWriteMany)"
         )
-    _named("--image", image, r"[^\s\x00-\x1f\x7f]+", "no spaces or control characters")
+    _named("--image", image, r"[^\s\x00-\x1f\x7f]+", "characters other than spaces and control characters")
     _named("--volume-claim", volume_claim, rf"{_LABEL}(\.{_LABEL})*", "lower-case letters, digits, - and .")
     if namespace is not None:
         _named("--namespace", namespace, _LABEL, "lower-case letters, digits and -")

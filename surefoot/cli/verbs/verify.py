@@ -20,7 +20,7 @@ def run(
         raise ConfigError("--compute", compute, "must be fp64 or bf16")
     chosen = shrunk(override(find_recipe(recipe, allow), sets), compute)
     if check_all == bool(plans):
-        raise ConfigError("--plan", plans[0] if plans else None, "or --all: give one of the two")
+        raise ConfigError("--plan", plans[0] if plans else None, "goes without --all, and one of the two is needed")
     wanted = legal_plans(chosen, ranks) if check_all else [parse_plan(text) for text in plans]
     restarted = covering(wanted, 1) if check_all else wanted
     started, pool = time.monotonic(), Pool(max(ranks, *(plan.num_ranks for plan in wanted), 2), timeout=60)
