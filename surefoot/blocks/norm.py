@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from surefoot.blocks.base import Block, Initial
 from surefoot.ops.norm import rms_norm
@@ -54,6 +55,21 @@ class HeadsNorm(Block):
         mean_BL1 = self.pool(wide.square().sum(-1, keepdim=True)) / self.width
         unit = (wide * (mean_BL1 + self.eps).rsqrt()).to(x_BLHK.dtype)
         return (unit * self.scale.to(x_BLHK.dtype)).view(x_BLHK.shape)
+
+
+class LayerNorm(Block):
+    """Normalisation to mean 0 and variance 1 (Ba et al., 2016), with a learned scale that starts at 1 and a bias at 0."""
+
+    def __init__(self, width: int, eps: float, axis: str = "embed") -> None:
+        super().__init__()
+        self.eps = eps
+        self.scale = self.add_weight("scale", (width,), (axis,), Initial(mean=1.0))
+        self.bias = self.add_weight("bias", (width,), (axis,), Initial())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D) in x's dtype, statistics in at least fp32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.layer_norm(x.to(wide), x.shape[-1:], self.scale.to(wide), self.bias.to(wide), self.eps).to(x.dtype)
 
 
 class GroupNorm(Block):

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.checkpoint.manifest import reason
 from surefoot.config import CheckpointError
-from surefoot.models.count import build_meta
-from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import Family
 from surefoot.models.initialise import named_states, named_weights
+from surefoot.models.multimodal import ModelConfig
 
 SETTINGS = "config.json"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,9 +62,7 @@ def open_published(path: Path) -> Published:
     return Published(path, settings, {name: path / file for name, file in table.items()})
 
 
-def read_published(
-    published: Published, family: Family, config: DecoderConfig, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def read_published(published: Published, family: Family, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights and states of a decoder in `dtype`, by our names.
 
     Names, shapes and dtypes are all compared before a tensor is read: `CheckpointError` names the first that differs.
@@ -106,10 +103,10 @@ def read_published(
 
 
 def theirs_of(
-    family: Family, config: DecoderConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    family: Family, config: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tensors of a published model out of a decoder's, weights in `dtype` and states in their own."""
-    states = {name for name, _, _ in named_states(build_meta(config))}
+    states = {name for name, _, _ in named_states(_meta(config))}
     found: dict[str, Tensor] = {}
     for tie in family.ties(config):
         kept = any(name in states for name in tie.ours)
@@ -137,8 +134,13 @@ def copy_beside(source: Path, target: Path, names: tuple[str, ...]) -> list[str]
     return there
 
 
-def _own(config: DecoderConfig) -> dict[str, Tensor]:
-    model = build_meta(config)
+def _meta(config: ModelConfig) -> nn.Module:
+    with torch.device("meta"):
+        return config.build()
+
+
+def _own(config: ModelConfig) -> dict[str, Tensor]:
+    model = _meta(config)
     return {name: getattr(block, own).detach() for name, block, own in (*named_weights(model), *named_states(model))}
 
 

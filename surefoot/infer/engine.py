@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from surefoot.models.decoder import Decoder
+from surefoot.models.multimodal import Seeing
 from surefoot.ops.documents import Documents
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Decoder | Seeing,
     prompt: Sequence[int],
     num_tokens: int,
     choose: Callable[[Tensor], Tensor],
@@ -50,7 +51,7 @@ def generate(
 
 @torch.no_grad()
 def generate_batch(
-    model: Decoder,
+    model: Decoder | Seeing,
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     choose: Callable[[Tensor], Tensor],

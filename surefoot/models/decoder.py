@@ -5,7 +5,7 @@ Legend: B batch, L length, T = B·L tokens, D width, S width of the residual str
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, cast
 
 import torch
@@ -268,9 +268,24 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
-        x_BLS = self.config.expand(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype))
+        return self.read(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype), docs, states)
+
+    def read(
+        self,
+        x_BLD: Tensor,
+        docs: Documents,
+        states: Sequence[MixerState | None] | None = None,
+        between: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Embeddings (B, L, D), of tokens or of anything else, to final hidden states (B, L, D).
+
+        `between` is given the number of each layer and its stream, and returns the stream that the layer reads.
+        """
+        x_BLS = self.config.expand(x_BLD)
         shared: Shared = {}
         for index, layer in enumerate(self.layers):
+            if between is not None:
+                x_BLS = between(index, x_BLS)
             x_BLS, left = layer(x_BLS, docs, states[index] if states is not None else None, shared)
             shared = shared | left
         hidden: Tensor = self.norm(self.config.connection.collapse(x_BLS))

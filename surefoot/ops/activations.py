@@ -19,6 +19,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x), the approximation of GELU (Hendrycks and Gimpel, 2016) that CLIP uses."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def identity(x: Tensor) -> Tensor:
     """x itself."""
     return x
@@ -29,6 +34,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": relu2,
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "identity": identity,

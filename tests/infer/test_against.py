@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from surefoot.checkpoint.hub import open_published, read_published
 from surefoot.config import CheckpointError
-from surefoot.infer.against import compare
+from surefoot.infer.against import Probe, compare
+from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import family_of
 from surefoot.ops.documents import Documents
 
@@ -35,10 +36,11 @@ def test_transformers_finds_the_same_model_and_no_other(name: str) -> None:
     pytest.importorskip("transformers")
     published = open_published(REFS / name)
     family = family_of(published.settings, name)
-    config = family.decoder(published.settings, name)
+    config = family.model(published.settings, name)
     weights = read_published(published, family, config, torch.float32)
     assert "the same in transformers" in compare(REFS / name, config, weights)
-    weights["layers.1.norm_ffn.scale"] = weights["layers.1.norm_ffn.scale"] * 1.01
+    one = "layers.1.norm_ffn.scale" if isinstance(config, DecoderConfig) else "text.layers.1.norm_ffn.scale"
+    weights[one] = weights[one] * 1.01
     with pytest.raises(CheckpointError, match="other logits"):
         compare(REFS / name, config, weights)
 
@@ -48,22 +50,24 @@ def test_both_compute_the_same_numbers_in_fp64(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     published = open_published(REFS / name)
     family = family_of(published.settings, name)
-    config = family.decoder(published.settings, name)
+    config = family.model(published.settings, name)
     ours = config.build().double()
     # A tied head is not among the weights.
     ours.load_state_dict(read_published(published, family, config, torch.float64), strict=False)
-    # From 1: transformers gives the embedding of the padding, 0, no gradient.
-    tokens_BL = torch.randint(1, config.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+    probe = Probe(config, 70, torch.float64, seed=1)
+    tokens_BL, seeing = probe.tokens_BL, probe.seeing(ours)
+    is_text = isinstance(config, DecoderConfig)
+    kind = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
     with Double():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs = kind.from_pretrained(
             REFS / name, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
-        wanted_BLV = theirs(tokens_BL).logits
-    found_BLV = ours.logits(ours(tokens_BL, Documents(None, tokens_BL.shape[1], device=tokens_BL.device)))
+        wanted_BLV = theirs(tokens_BL, **probe.theirs(tokens_BL.shape[1])).logits
+    found_BLV = seeing.logits(seeing(tokens_BL, Documents(None, tokens_BL.shape[1], device=tokens_BL.device)))
     assert wanted_BLV.dtype == found_BLV.dtype == torch.float64
     assert (found_BLV - wanted_BLV).abs().max() < 1e-9
     found_BLV.square().mean().backward()
     with Double():
         wanted_BLV.square().mean().backward()
     embedding_VD = theirs.get_input_embeddings().weight.grad
-    assert (ours.embedding.weight.grad - embedding_VD).abs().max() < 1e-9 * (1 + embedding_VD.abs().max())
+    assert (seeing.embedding.weight.grad - embedding_VD).abs().max() < 1e-9 * (1 + embedding_VD.abs().max())

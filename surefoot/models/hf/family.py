@@ -1,4 +1,4 @@
-"""`Family`: one architecture of transformers and the decoders that are the same function."""
+"""`Family`: one architecture of transformers and the models that are the same function."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from surefoot.config import Config, ConfigError, to_dict
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.settings import Json, Settings
 from surefoot.models.hf.weights import Tie
+from surefoot.models.multimodal import ModelConfig
 
 # What a decoder says of its training and its speed, of which a published model says nothing.
 _NO_FUNCTION = {"z_loss", "residual_init", "balance_loss", "scope", "bias_rate", "dt_min", "dt_max", "block"}
@@ -23,7 +24,7 @@ _NO_FUNCTION = {"z_loss", "residual_init", "balance_loss", "scope", "bias_rate",
 
 @dataclass(frozen=True)
 class Family:
-    """`read` and `write` translate settings, `ties` names the weights of a decoder that `read` gave.
+    """`read` and `write` translate settings, `ties` names the weights of a model that `read` gave.
 
     `write` may say less than a decoder holds: `settings_of` reads what was written back, and refuses where that is another
     decoder. So import and export cannot disagree, and no family lists what it cannot express.
@@ -31,14 +32,27 @@ class Family:
 
     name: str
     architecture: str
-    read: Callable[[Settings], DecoderConfig]
-    write: Callable[[DecoderConfig], Json]
-    ties: Callable[[DecoderConfig], list[Tie]]
+    read: Callable[[Settings], ModelConfig]
+    write: Callable[[Any], Json]
+    ties: Callable[[Any], list[Tie]]
     is_general: bool = False
     """Whether its options express models of other families, too, which are then to be preferred."""
+    kind: type[ModelConfig] = DecoderConfig
+    """What `read` gives and the others take."""
 
     def decoder(self, values: Mapping[str, Any], where: str) -> DecoderConfig:
-        """The decoder that a config.json describes; `ConfigError` for anything in it that surefoot cannot express."""
+        """`model`, where it is one of text alone, as all that a run trains is; else `ConfigError`."""
+        config = self.model(values, where)
+        if not isinstance(config, DecoderConfig):
+            raise ConfigError(
+                f"{where}: model_type",
+                self.name,
+                "reads images, which no run trains on yet; it can be read, used and written by surefoot.checkpoint.hub",
+            )
+        return config
+
+    def model(self, values: Mapping[str, Any], where: str) -> ModelConfig:
+        """The model that a config.json describes; `ConfigError` for anything in it that surefoot cannot express."""
         settings = Settings(values, where)
         try:
             config = self.read(settings)
@@ -49,11 +63,13 @@ class Family:
         settings.finish()
         return config
 
-    def settings_of(self, config: DecoderConfig) -> Json:
-        """The config.json of a decoder; `ConfigError` names what this family cannot express."""
+    def settings_of(self, config: ModelConfig) -> Json:
+        """The config.json of a model; `ConfigError` names what this family cannot express."""
+        if not isinstance(config, self.kind):
+            raise ConfigError("model", type(config).__name__, f"is not what {self.name} is; choose another")
         try:
             values = {"architectures": [self.architecture], "model_type": self.name} | self.write(config)
-            back = function_of(self.decoder(values, self.name))
+            back = function_of(self.model(values, self.name))
         except (AttributeError, ConfigError) as error:  # an attribute that this kind of part does not have
             raise ConfigError("model", self.name, f"cannot express this model ({error}); choose another") from None
         own = function_of(config)
@@ -76,10 +92,11 @@ def families() -> dict[str, Family]:
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:
     """The family that a config.json names; `ConfigError` for one that surefoot does not know."""
-    known, name, architectures = families(), values.get("model_type"), values.get("architectures")
-    family = known.get(name) if isinstance(name, str) else None
-    if family is None:
-        raise ConfigError(f"{where}: model_type", name, f"is not known; known are {', '.join(sorted(known))}")
+    family, name, architectures = (
+        family_named(values.get("model_type"), where),
+        values["model_type"],
+        values.get("architectures"),
+    )
     if architectures not in (None, [family.architecture]):
         raise ConfigError(
             f"{where}: architectures",
@@ -89,8 +106,16 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def settings_for(config: DecoderConfig) -> tuple[Family, Json]:
-    """The plainest family that expresses a decoder, and its config.json; else `ConfigError` says why each does not."""
+def family_named(name: object, where: str) -> Family:
+    """By `model_type`; `ConfigError` for one that surefoot does not know."""
+    known = families()
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"{where}: model_type", name, f"is not known; known are {', '.join(sorted(known))}")
+    return known[name]
+
+
+def settings_for(config: ModelConfig) -> tuple[Family, Json]:
+    """The plainest family that expresses a model, and its config.json; else `ConfigError` says why each does not."""
     reasons = []
     for family in sorted(families().values(), key=lambda family: (family.is_general, family.name)):
         try:
@@ -100,9 +125,11 @@ def settings_for(config: DecoderConfig) -> tuple[Family, Json]:
     raise ConfigError("model", "", f"is no architecture of transformers: not {', not '.join(reasons)}")
 
 
-def function_of(config: DecoderConfig) -> dict[str, object]:
-    """What decides a decoder's logits, by path, the same for all ways of writing it."""
+def function_of(config: ModelConfig) -> dict[str, object]:
+    """What decides a model's logits, by path, the same for all ways of writing it."""
     leaves: dict[str, object] = {}
+    if not isinstance(config, DecoderConfig):
+        leaves = {f"text.{path}": value for path, value in function_of(config.text).items()}
 
     def walk(value: object, path: str) -> None:
         if isinstance(value, dict):
@@ -112,6 +139,11 @@ def function_of(config: DecoderConfig) -> dict[str, object]:
         else:
             leaves[path] = value
 
+    if not isinstance(config, DecoderConfig):
+        for name, value in to_dict(config).items():
+            if name != "text":
+                walk({name: value}, "")
+        return leaves
     for name, value in to_dict(config).items():
         if not name.startswith(("mixer", "other_mixers", "ffn", "other_ffns")):
             walk({name: value}, "")

@@ -6,7 +6,7 @@ Legend: E experts, C channels, K taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ class Tie:
     ours: tuple[str, ...]
     to_ours: Convert
     to_theirs: Convert
+
+    def within(self, theirs: str, ours: str) -> Tie:
+        """The same where both sides are parts of something larger, with those prefixes."""
+        return replace(
+            self, theirs=tuple(theirs + name for name in self.theirs), ours=tuple(ours + name for name in self.ours)
+        )
 
 
 def same(theirs: str, ours: str) -> Tie:

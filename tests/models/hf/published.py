@@ -12,6 +12,8 @@ from torch import Tensor
 from surefoot.checkpoint.hub import open_published, read_published
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.hf.family import Family, family_of
+from surefoot.models.multimodal import ModelConfig, Multimodal, Seeing
+from surefoot.ops.documents import Documents
 
 REFS = Path(__file__).parents[2] / "refs"
 NAMES = sorted(path.name for path in REFS.iterdir())
@@ -22,11 +24,29 @@ class Reference(NamedTuple):
 
     path: Path
     family: Family
-    config: DecoderConfig
-    model: Decoder
-    tokens_BL: Tensor
+    config: ModelConfig
+    model: Decoder | Multimodal
+    inputs: dict[str, Tensor]
     stored: dict[str, Tensor]
     meta: dict[str, Any]
+
+    @property
+    def tokens_BL(self) -> Tensor:
+        return self.inputs["input_ids"]
+
+    def seeing(self, model: Decoder | Multimodal, rows: slice = slice(None)) -> Decoder | Seeing:
+        """The model as it reads tokens, with the stored images of those rows before it where it reads images."""
+        if isinstance(model, Decoder):
+            return model
+        images, seen_BLN = self.inputs["pixel_values"], self.inputs.get("image_attention_mask")
+        images_BNCYX = images if images.dim() == 5 else images[:, None]
+        return model.seeing(images_BNCYX[rows], None if seen_BLN is None else seen_BLN[rows])
+
+    def logits(self, model: Decoder | Multimodal) -> Tensor:
+        """Of the stored inputs."""
+        seeing = self.seeing(model)
+        docs = Documents(None, self.tokens_BL.shape[1], device=self.tokens_BL.device)
+        return seeing.logits(seeing(self.tokens_BL, docs))
 
 
 def reference(name: str, dtype: torch.dtype = torch.float32) -> Reference:
@@ -34,22 +54,23 @@ def reference(name: str, dtype: torch.dtype = torch.float32) -> Reference:
     path = REFS / name
     published = open_published(path)
     family = family_of(published.settings, name)
-    config = family.decoder(published.settings, name)
+    config = family.model(published.settings, name)
     return Reference(
         path,
         family,
         config,
         filled(config, read_published(published, family, config, dtype)),
-        torch.load(path / "inputs.pt", weights_only=True)["input_ids"],
+        torch.load(path / "inputs.pt", weights_only=True),
         torch.load(path / "logits.pt", weights_only=True),
         json.loads((path / "meta.json").read_text()),
     )
 
 
-def filled(config: DecoderConfig, weights: dict[str, Tensor]) -> Decoder:
+def filled(config: ModelConfig, weights: dict[str, Tensor]) -> Decoder | Multimodal:
     """The model with these weights, in their dtype; a tied head is not among them."""
-    model = config.build().to(weights["embedding.weight"].dtype)
+    is_text = isinstance(config, DecoderConfig)
+    model = config.build().to(weights["embedding.weight" if is_text else "text.embedding.weight"].dtype)
     lacking = model.load_state_dict(weights, strict=False)
     assert not lacking.unexpected_keys
-    assert set(lacking.missing_keys) <= ({"head.weight"} if config.tied else set())
+    assert set(lacking.missing_keys) <= ({"head.weight"} if is_text and config.tied else set())
     return model
