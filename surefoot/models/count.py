@@ -48,12 +48,13 @@ def flops_per_token(model: Decoder, length: int) -> dict[str, float]:
 
     6N_total, 6N_non_embedding and 6N_active: six times that many parameters, attention ignored; full: matrix products and
     attention over all `length` keys, as PaLM counts (Chowdhery et al., 2022); causal: only the scores that the mask lets
-    through.
+    through. What predicts the token after the next is counted where it is trained: in parameters and in FLOPs.
     """
     counts = count_parameters(model)
 
     def forward(causal: bool) -> float:
-        return sum(layer.flops(length, causal=causal) for layer in model._layers()) + model.head.flops()
+        own = sum(layer.flops(length, causal=causal) for layer in model._layers()) + model.head.flops()
+        return own if model.ahead is None else own + model.ahead.flops(length, causal=causal) + model.head.flops()
 
     return {
         "6N_total": 6.0 * counts["total"],

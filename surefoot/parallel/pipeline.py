@@ -55,6 +55,13 @@ def check(model: Decoder, plan: Plan) -> None:
         raise ConfigError(
             "plan.pipeline", plan.pipeline, f"parts {reader} from the layer whose results it reads; use plan.pipeline=1"
         )
+    if plan.pipeline > 1 and model.ahead is not None:
+        raise ConfigError(
+            "plan.pipeline",
+            plan.pipeline,
+            "parts the embedding from the head, and predicting the token after the next (model.ahead_weight) needs both; use "
+            "plan.pipeline=1 or model.ahead_weight=0",
+        )
     if plan.num_stages > depth:
         per_rank = plan.num_stages // plan.pipeline
         raise ConfigError(

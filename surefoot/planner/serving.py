@@ -34,7 +34,8 @@ class Serving:
     """The costs of one model whose weights and states are kept in `dtype` (what a state keeps wider, stays wider)."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
-        self.model: Decoder = build_meta(config)
+        # What predicts the token after the next trains and does not serve.
+        self.model: Decoder = build_meta(config.model_copy(update={"ahead_weight": 0.0}))
         self.dtype = dtype
         self.parameters = count_parameters(self.model)
 
