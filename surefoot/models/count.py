@@ -23,8 +23,8 @@ def build_meta(config: DecoderConfig) -> Decoder:
 def count_parameters(model: Decoder) -> dict[str, int]:
     """Parameters by convention.
 
-    total: every logical weight once (a tied head not again); non_embedding: without the embedding (Kaplan et al., 2020,
-    with the head's own weight kept out too); active: what one token meets, of experts those that it is sent to; matmul:
+    total: every logical weight once (a tied head not again); non_embedding: without embeddings, of values too (Kaplan et al.,
+    2020, with the head's own weight kept out too); active: what one token meets, of experts those that it is sent to; matmul:
     what multiplies a token (head included, also when tied); vector: norms and other 1-D weights.
     """
     total = active = vocabulary = vector = 0
@@ -32,7 +32,7 @@ def count_parameters(model: Decoder) -> dict[str, int]:
         size, axes = getattr(block, name).numel(), block.axes[name]
         total += size
         active += round(size * math.prod(block.used.get(axis, 1.0) for axis in axes))
-        vocabulary += size if "vocab" in axes else 0
+        vocabulary += size if {"vocab", "words"} & set(axes) else 0
         vector += size if len(axes) == 1 else 0
     return {
         "total": total,

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surefoot.blocks.base import (
+    TOKENS,
     Connection,
     ConnectionConfig,
     FeedForward,
@@ -88,6 +89,10 @@ class DecoderConfig(Config):
     def _mixers_fit(self) -> Self:
         for mixer in (self.mixer, *self.other_mixers.values()):
             mixer.check_width(self.width)
+            if mixer.token_rows not in (None, self.vocab_size):
+                raise FieldError(
+                    "vocab_size", self.vocab_size, f"must be the {mixer.token_rows} rows of a mixer's value_rows"
+                )
         return self
 
     @model_validator(mode="after")
@@ -262,10 +267,10 @@ class Ahead(nn.Module):
         self.join = Join(config.width)
         self.layer = Layer(config, config.depth - 1)
 
-    def forward(self, hidden_BLD: Tensor, next_BLD: Tensor, docs: Documents) -> Tensor:
-        """Hidden states and embeddings of the next tokens (B, L, D) to hidden states (B, L, D)."""
+    def forward(self, hidden_BLD: Tensor, next_BLD: Tensor, tokens_BL: Tensor, docs: Documents) -> Tensor:
+        """Hidden states, and embeddings and ids of the next tokens, (B, L, D) and (B, L), to hidden states (B, L, D)."""
         joined_BLD = self.join(self.norm_hidden(hidden_BLD), self.norm_embedding(next_BLD))
-        x_BLS, _ = self.layer(self.config.expand(joined_BLD), docs)
+        x_BLS, _ = self.layer(self.config.expand(joined_BLD), docs, None, {TOKENS: tokens_BL})
         found_BLD: Tensor = self.norm_out(self.config.connection.collapse(x_BLS))
         return found_BLD
 
@@ -312,7 +317,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
         x_BLS = self.config.expand(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype))
-        shared: Shared = {}
+        shared: Shared = {TOKENS: tokens_BL}
         for index, layer in enumerate(self.layers):
             x_BLS, left = layer(x_BLS, docs, states[index] if states is not None else None, shared)
             shared = shared | left
@@ -331,7 +336,7 @@ class Decoder(nn.Module):
         objective, sums = self.head.loss(hidden_BLD, targets_BL)
         if self.ahead is not None and torch.is_grad_enabled():
             next_BL, after_BL = following(tokens_BL, targets_BL, docs)
-            ahead_BLD = self.ahead(hidden_BLD, self.embedding(next_BL, hidden_BLD.dtype), docs)
+            ahead_BLD = self.ahead(hidden_BLD, self.embedding(next_BL, hidden_BLD.dtype), next_BL, docs)
             objective = objective + self.config.ahead_weight * self.head.loss(ahead_BLD, after_BL)[0]
         auxiliary = take_auxiliary(self)
         return (objective if auxiliary is None else objective + auxiliary), sums

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from surefoot.blocks.base import Mixer
+from surefoot.blocks.base import TOKENS, Mixer
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
@@ -156,7 +156,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x_BLS = self.config.expand(self.embedding(tokens_BL, self._dtype))
         for layer in self.layers.values():
-            x_BLS, _ = layer(x_BLS, docs)
+            x_BLS, _ = layer(x_BLS, docs, None, {TOKENS: tokens_BL})
         auxiliary = take_auxiliary(self)
         if self.norm is None or self.head is None:
             return x_BLS if auxiliary is None else _with_loss(x_BLS, auxiliary / self._num_tokens)

@@ -63,7 +63,8 @@ class Serving:
         numbers = 0.0
         for name, block, own_name in named_weights(self.model):
             weight = getattr(block, own_name)
-            if name == "embedding.weight" and not self.model.config.tied:
+            is_embedding = name == "embedding.weight" and not self.model.config.tied
+            if is_embedding or "words" in block.axes[own_name]:
                 numbers += min(num_tokens, weight.shape[0]) * weight.shape[1]
                 continue
             used = math.prod(block.used.get(axis, 1.0) for axis in block.axes[own_name])
