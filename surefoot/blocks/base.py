@@ -19,7 +19,7 @@ from surefoot.ops.documents import Documents
 from surefoot.ops.grouped import grouped_linear
 from surefoot.ops.linear import linear
 
-EXAMPLE_WIDTH, EXAMPLE_EXPERTS = 32, 8
+EXAMPLE_WIDTH, EXAMPLE_EXPERTS, EXAMPLE_VOCABULARY = 32, 8, 64
 """Of the models in which examples of blocks are tried."""
 
 
@@ -148,6 +148,9 @@ class MixerState(Protocol):
 Shared = dict[str, Tensor]
 """What layers of one pass leave for later ones, by name: keys and values that several layers use, say."""
 
+TOKENS = "tokens"
+"""The name under which every layer finds the ids (B, L) of the tokens it is at."""
+
 
 class Mixer(Block):
     """Mixes along the sequence: causal, never across a document; stepping with a state equals one full pass."""
@@ -204,6 +207,11 @@ class MixerConfig(Config):
 
     def check_width(self, width: int) -> None:
         """Raise `FieldError` where the mixer cannot have this model width."""
+
+    @property
+    def token_rows(self) -> int | None:
+        """Rows of what it looks up by token, which must be the vocabulary's; None where it looks up nothing."""
+        return None
 
     @property
     def leaves_shared(self) -> str | None:

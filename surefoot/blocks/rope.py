@@ -107,15 +107,16 @@ class Rope:
     def tables(self, docs: Documents, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions in `docs`, in at least fp32, made once for all layers that turn alike."""
         wide = torch.promote_types(dtype, torch.float32)
+        key = ("rope", self.size, self.theta, self.scaling, wide)
+        return docs.derive(key, lambda: self.tables_at(docs.positions, dtype))
 
-        def make() -> tuple[Tensor, Tensor]:
-            frequencies_F, amplitude = rope.frequencies(self.size, self.theta), 1.0
-            if self.scaling is not None:
-                frequencies_F = self.scaling.stretch(frequencies_F, self.theta)
-                amplitude = self.scaling.tables_amplitude
-            return rope.rope_tables(docs.positions, frequencies_F, wide, amplitude)
-
-        return docs.derive(("rope", self.size, self.theta, self.scaling, wide), make)
+    def tables_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of any positions, (L) or (B, L)."""
+        frequencies_F, amplitude = rope.frequencies(self.size, self.theta), 1.0
+        if self.scaling is not None:
+            frequencies_F = self.scaling.stretch(frequencies_F, self.theta)
+            amplitude = self.scaling.tables_amplitude
+        return rope.rope_tables(positions, frequencies_F, torch.promote_types(dtype, torch.float32), amplitude)
 
     def turn(self, x_BLHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Each head turned by its position."""

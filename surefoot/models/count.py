@@ -23,8 +23,8 @@ def build_meta(config: DecoderConfig) -> Decoder:
 def count_parameters(model: Decoder) -> dict[str, int]:
     """Parameters by convention.
 
-    total: every logical weight once (a tied head not again); non_embedding: without the embedding (Kaplan et al., 2020,
-    with the head's own weight kept out too); active: what one token meets, of experts those that it is sent to; matmul:
+    total: every logical weight once (a tied head not again); non_embedding: without embeddings, of values too (Kaplan et al.,
+    2020, with the head's own weight kept out too); active: what one token meets, of experts those that it is sent to; matmul:
     what multiplies a token (head included, also when tied); vector: norms and other 1-D weights.
     """
     total = active = vocabulary = vector = 0
@@ -32,7 +32,7 @@ def count_parameters(model: Decoder) -> dict[str, int]:
         size, axes = getattr(block, name).numel(), block.axes[name]
         total += size
         active += round(size * math.prod(block.used.get(axis, 1.0) for axis in axes))
-        vocabulary += size if "vocab" in axes else 0
+        vocabulary += size if {"vocab", "words"} & set(axes) else 0
         vector += size if len(axes) == 1 else 0
     return {
         "total": total,
@@ -48,12 +48,13 @@ def flops_per_token(model: Decoder, length: int) -> dict[str, float]:
 
     6N_total, 6N_non_embedding and 6N_active: six times that many parameters, attention ignored; full: matrix products and
     attention over all `length` keys, as PaLM counts (Chowdhery et al., 2022); causal: only the scores that the mask lets
-    through.
+    through. What predicts the token after the next is counted where it is trained: in parameters and in FLOPs.
     """
     counts = count_parameters(model)
 
     def forward(causal: bool) -> float:
-        return sum(layer.flops(length, causal=causal) for layer in model._layers()) + model.head.flops()
+        own = sum(layer.flops(length, causal=causal) for layer in model._layers()) + model.head.flops()
+        return own if model.ahead is None else own + model.ahead.flops(length, causal=causal) + model.head.flops()
 
     return {
         "6N_total": 6.0 * counts["total"],

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surefoot.blocks.base import (
+    TOKENS,
     Connection,
     ConnectionConfig,
     FeedForward,
@@ -27,6 +28,7 @@ from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
 from surefoot.blocks.norm import RMSNorm
 from surefoot.config import Config, FieldError
+from surefoot.models.ahead import Join, following
 from surefoot.models.routing import take_auxiliary
 from surefoot.ops.documents import Documents
 from surefoot.ops.loss import LossSums
@@ -72,6 +74,12 @@ class DecoderConfig(Config):
     z_loss: float = Field(
         default=1e-4, ge=0, description="weight of the squared log-partition (Chowdhery et al., 2022)"
     )
+    ahead_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the loss of predicting the token after the next by one more layer (DeepSeek-V3, 2024), in "
+        "training alone; 0: none",
+    )
     residual_init: Literal["scaled", "zero"] = Field(
         default="scaled",
         description="how projections into the residual stream start: 1/sqrt(2 depth fan-in) (Radford et al., 2019) or 0",
@@ -81,6 +89,10 @@ class DecoderConfig(Config):
     def _mixers_fit(self) -> Self:
         for mixer in (self.mixer, *self.other_mixers.values()):
             mixer.check_width(self.width)
+            if mixer.token_rows not in (None, self.vocab_size):
+                raise FieldError(
+                    "vocab_size", self.vocab_size, f"must be the {mixer.token_rows} rows of a mixer's value_rows"
+                )
         return self
 
     @model_validator(mode="after")
@@ -117,6 +129,17 @@ class DecoderConfig(Config):
     def _arrangement_fits(self) -> Self:
         if self.arrangement == "parallel" and self.norm_placement == "post":
             raise FieldError("norm_placement", "post", "needs arrangement=sequential; use pre or sandwich")
+        return self
+
+    @model_validator(mode="after")
+    def _the_layer_ahead_stands_alone(self) -> Self:
+        mixer = self.mixer_of(self.depth - 1)
+        if self.ahead_weight and mixer is not None and mixer.needs_shared is not None:
+            raise FieldError(
+                "ahead_weight",
+                self.ahead_weight,
+                f"copies the last layer, which reads {mixer.needs_shared} of an earlier one; use 0, or end with another mixer",
+            )
         return self
 
     @property
@@ -232,6 +255,30 @@ class Layer(nn.Module):
         return mixer + (0.0 if self.ffn is None else self.ffn.flops()) + connections
 
 
+class Ahead(nn.Module):
+    """From hidden states to those that the model's own head predicts the token after the next from; see `models.ahead`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm_hidden, self.norm_embedding, self.norm_out = (
+            RMSNorm(config.width, config.norm_eps, offset=config.norm_offset) for _ in range(3)
+        )
+        self.join = Join(config.width)
+        self.layer = Layer(config, config.depth - 1)
+
+    def forward(self, hidden_BLD: Tensor, next_BLD: Tensor, tokens_BL: Tensor, docs: Documents) -> Tensor:
+        """Hidden states, and embeddings and ids of the next tokens, (B, L, D) and (B, L), to hidden states (B, L, D)."""
+        joined_BLD = self.join(self.norm_hidden(hidden_BLD), self.norm_embedding(next_BLD))
+        x_BLS, _ = self.layer(self.config.expand(joined_BLD), docs, None, {TOKENS: tokens_BL})
+        found_BLD: Tensor = self.norm_out(self.config.connection.collapse(x_BLS))
+        return found_BLD
+
+    def flops(self, length: int, *, causal: bool) -> float:
+        """Forward FLOPs a token, without the head."""
+        return self.join.flops() + self.layer.flops(length, causal=causal)
+
+
 def _through(norm: RMSNorm | None, x_BLD: Tensor) -> Tensor:
     if norm is None:
         return x_BLD
@@ -258,6 +305,7 @@ class Decoder(nn.Module):
             scale=config.logit_scale,
             softcap=config.logit_softcap,
         )
+        self.ahead = Ahead(config) if config.ahead_weight else None
 
     def forward(
         self,
@@ -268,21 +316,23 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
-        return self.read(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype), docs, states)
+        embedded_BLD = self.embedding(tokens_BL, dtype or self.embedding.weight.dtype)
+        return self.read(embedded_BLD, tokens_BL, docs, states)
 
     def read(
         self,
         x_BLD: Tensor,
+        tokens_BL: Tensor,
         docs: Documents,
         states: Sequence[MixerState | None] | None = None,
         between: Callable[[int, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Embeddings (B, L, D), of tokens or of anything else, to final hidden states (B, L, D).
+        """Embeddings (B, L, D), of tokens or of anything else in their places, to final hidden states (B, L, D).
 
         `between` is given the number of each layer and its stream, and returns the stream that the layer reads.
         """
         x_BLS = self.config.expand(x_BLD)
-        shared: Shared = {}
+        shared: Shared = {TOKENS: tokens_BL}
         for index, layer in enumerate(self.layers):
             if between is not None:
                 x_BLS = between(index, x_BLS)
@@ -296,9 +346,15 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, LossSums]:
         """The objective summed over valid targets (differentiable), and its parts; divide by the step's tokens once.
 
-        Routers add their auxiliary losses, summed over all tokens, to the objective; `models.routing` says what they were.
+        Routers add their auxiliary losses, summed over all tokens, to the objective; `models.routing` says what they were. So
+        does the prediction of the token after the next where gradients are recorded; the parts are of the next token alone.
         """
-        objective, sums = self.head.loss(self(tokens_BL, docs, dtype=dtype), targets_BL)
+        hidden_BLD: Tensor = self(tokens_BL, docs, dtype=dtype)
+        objective, sums = self.head.loss(hidden_BLD, targets_BL)
+        if self.ahead is not None and torch.is_grad_enabled():
+            next_BL, after_BL = following(tokens_BL, targets_BL, docs)
+            ahead_BLD = self.ahead(hidden_BLD, self.embedding(next_BL, hidden_BLD.dtype), next_BL, docs)
+            objective = objective + self.config.ahead_weight * self.head.loss(ahead_BLD, after_BL)[0]
         auxiliary = take_auxiliary(self)
         return (objective if auxiliary is None else objective + auxiliary), sums
 

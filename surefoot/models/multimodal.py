@@ -246,7 +246,7 @@ class SeeingInPlace(Seeing):
             raise ValueError(f"texts have {found_B.tolist()} image tokens, and their images {num} features each")
         places_BLD = index_BL.clamp(0, num - 1)[..., None].expand(-1, -1, x_BLD.shape[-1])
         features_BLD = self.features_BFD.gather(1, places_BLD).to(x_BLD.dtype)
-        return self.model.text.read(torch.where(is_image_BL[..., None], features_BLD, x_BLD), docs, states)
+        return self.model.text.read(torch.where(is_image_BL[..., None], features_BLD, x_BLD), tokens_BL, docs, states)
 
     def new_states(self, batch: int, length: int, dtype: torch.dtype) -> list[MixerState | None]:
         """Those of the decoder, and behind them one of how many image tokens there were."""
@@ -313,4 +313,4 @@ class SeeingAcross(Seeing):
             return y_BLD
 
         x_BLD = self.embedding(tokens_BL, dtype or self.embedding.weight.dtype)
-        return self.model.text.read(x_BLD, docs, states, between)
+        return self.model.text.read(x_BLD, tokens_BL, docs, states, between)

@@ -60,7 +60,7 @@ class Param:
     @property
     def role(self) -> Role:
         """What the axes make of it: one row a token, a map between spaces, or a scale along one space."""
-        if "vocab" in self.axes:
+        if {"vocab", "words"} & set(self.axes):
             return "vocabulary"
         return "matrix" if len([axis for axis in self.axes if axis not in COUNTING_AXES]) >= 2 else "vector"
 

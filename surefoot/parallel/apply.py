@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from surefoot.config import ConfigError
 from surefoot.dist.collectives import max_
 from surefoot.dist.mesh import DATA, Mesh
 from surefoot.models.decoder import Decoder, DecoderConfig
@@ -122,6 +123,13 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: Pr
     pipeline.check(model, plan)
     tensor.check(model, plan.tensor, sequence_length)
     expert.check(model, plan.expert)
+    if plan.context > 1 and model.ahead is not None:
+        raise ConfigError(
+            "plan.context",
+            plan.context,
+            "leaves the token after a chunk's last on another rank, and model.ahead_weight needs it; use plan.context=1 or "
+            "model.ahead_weight=0",
+        )
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
     chunks = 2 * plan.context if plan.context > 1 else 1
     swap.check(

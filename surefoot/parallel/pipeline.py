@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from surefoot.blocks.base import Mixer
+from surefoot.blocks.base import TOKENS, Mixer
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
@@ -54,6 +54,13 @@ def check(model: Decoder, plan: Plan) -> None:
     if plan.pipeline > 1 and reader:
         raise ConfigError(
             "plan.pipeline", plan.pipeline, f"parts {reader} from the layer whose results it reads; use plan.pipeline=1"
+        )
+    if plan.pipeline > 1 and model.ahead is not None:
+        raise ConfigError(
+            "plan.pipeline",
+            plan.pipeline,
+            "parts the embedding from the head, and predicting the token after the next (model.ahead_weight) needs both; use "
+            "plan.pipeline=1 or model.ahead_weight=0",
         )
     if plan.num_stages > depth:
         per_rank = plan.num_stages // plan.pipeline
@@ -149,7 +156,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x_BLS = self.config.expand(self.embedding(tokens_BL, self._dtype))
         for layer in self.layers.values():
-            x_BLS, _ = layer(x_BLS, docs)
+            x_BLS, _ = layer(x_BLS, docs, None, {TOKENS: tokens_BL})
         auxiliary = take_auxiliary(self)
         if self.norm is None or self.head is None:
             return x_BLS if auxiliary is None else _with_loss(x_BLS, auxiliary / self._num_tokens)

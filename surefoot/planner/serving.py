@@ -34,7 +34,8 @@ class Serving:
     """The costs of one model whose weights and states are kept in `dtype` (what a state keeps wider, stays wider)."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
-        self.model: Decoder = build_meta(config)
+        # What predicts the token after the next trains and does not serve.
+        self.model: Decoder = build_meta(config.model_copy(update={"ahead_weight": 0.0}))
         self.dtype = dtype
         self.parameters = count_parameters(self.model)
 
@@ -62,7 +63,8 @@ class Serving:
         numbers = 0.0
         for name, block, own_name in named_weights(self.model):
             weight = getattr(block, own_name)
-            if name == "embedding.weight" and not self.model.config.tied:
+            is_embedding = name == "embedding.weight" and not self.model.config.tied
+            if is_embedding or "words" in block.axes[own_name]:
                 numbers += min(num_tokens, weight.shape[0]) * weight.shape[1]
                 continue
             used = math.prod(block.used.get(axis, 1.0) for axis in block.axes[own_name])

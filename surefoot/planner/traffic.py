@@ -69,8 +69,9 @@ class _Step:
     """For each routed network its experts, and experts a token."""
     router_numbers: int
     """What routers of all stages have counted after a step."""
-    has_embedding: bool
-    has_head: bool
+    num_embeddings: int
+    """How often a micro-batch passes the embedding here, and the head: 0 where another stage has it."""
+    num_heads: int
     config: DecoderConfig
     sent: dict[Flow, float] = field(default_factory=dict)
 
@@ -137,6 +138,9 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
             kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
             weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
     own_layers = [cast(Layer, layer) for module in modules for layer in module.layers.children()]
+    # Under a pipeline there is no further prediction; it is the embedding's and the head's second pass.
+    ahead = model.ahead if plan.pipeline == 1 else None
+    own_layers += [] if ahead is None else [ahead.layer]
     layers = [
         tuple(
             sum(getattr(mixer, name).shape[0] for name, axes in mixer.axes.items() if axes[0] == axis) // plan.tensor
@@ -147,12 +151,13 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
     router_numbers = sum(router.num_experts + 1 for router in routers(model))
     num_parts = sum(part is not None for layer in own_layers for part in (layer.mixer, layer.ffn))
-    has_embedding, has_head = (
-        any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
+    num_passes = 1 if ahead is None else 2
+    num_embeddings, num_heads = (
+        num_passes * any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
     )
     rows = [(q, kv) for q, kv in layers]
     return _Step(
-        plan, work, rank, weights, rows, num_parts, routed, router_numbers, has_embedding, has_head, model.config
+        plan, work, rank, weights, rows, num_parts, routed, router_numbers, num_embeddings, num_heads, model.config
     )
 
 
@@ -217,9 +222,9 @@ def _tensor(step: _Step) -> None:
     # Forward gathers before and scatters after each of the two parts of a layer, backward the other way round; the embedding
     # scatters and the head gathers, and backward the other way round.
     for kind in ("all-gather", "reduce-scatter"):
-        step.add(axes, kind, num_passes * hidden * (2 * step.num_parts + step.has_embedding + step.has_head))
+        step.add(axes, kind, num_passes * hidden * (2 * step.num_parts + step.num_embeddings + step.num_heads))
     # The largest logit, then the sum of exponentials and the target's logit, of each token.
-    step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide * step.has_head)
+    step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide * step.num_heads)
     uncut = sum(step.numbers(weight.kept) for weight in step.weights if not weight.cut.is_cut_along("tensor"))
     step.add(axes, "all-reduce", uncut * step.work.weights.itemsize)
 

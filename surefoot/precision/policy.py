@@ -23,7 +23,7 @@ def weight_role(axes: tuple[str, ...]) -> WeightRole:
     through a low rank, as their gates) and short convolutions, which act over a whole sequence, or mix residual streams;
     vectors are norm scales and biases.
     """
-    if "vocab" in axes:
+    if {"vocab", "words"} & set(axes):
         return "vocabulary"
     if "routes" in axes:
         return "router"

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from surefoot import blocks
 from surefoot.blocks.base import (
     EXAMPLE_EXPERTS,
+    EXAMPLE_VOCABULARY,
     EXAMPLE_WIDTH,
     ConnectionConfig,
     FeedForwardConfig,
@@ -72,7 +73,7 @@ from surefoot.train.run import Run, TrainConfig
 EXACT = 1e-10
 BF16 = 0.03
 """How far the loss may be off, relatively, where activations are bf16."""
-VOCABULARY, LENGTH = 64, 32
+VOCABULARY, LENGTH = EXAMPLE_VOCABULARY, 32
 
 BlockConfig = MixerConfig | FeedForwardConfig | RouterConfig | ConnectionConfig
 KINDS: tuple[type[BlockConfig], ...] = (MixerConfig, FeedForwardConfig, RouterConfig, ConnectionConfig)

@@ -208,3 +208,16 @@ def test_fake_ranks_of_worlds_that_are_not_here(tiny: Tiny, plan: dict[str, Any]
     for rank in (0, 17, run.plan.num_ranks - 1):
         counted = dict(dry_run(run, rank).flows)
         assert_equal(counted, traffic(run.plan, run.model, run.optim, workload(run), rank))
+
+
+AHEAD: list[dict[str, Any]] = [
+    {"shard": 2, "zero": 3, "tensor": 2},
+    {"shard": 2, "zero": 1, "tensor": 2},
+    {"replicate": 2, "shard": 2, "zero": 2},
+]
+
+
+@pytest.mark.parametrize("plan", AHEAD, ids=name)
+def test_predicting_the_token_after_the_next_is_in_the_formulas(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
+    """It passes embedding and head again, and one more layer."""
+    assert_known(over(tiny, plan, "model.ahead_weight=0.3"), pool)

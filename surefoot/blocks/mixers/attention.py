@@ -11,8 +11,9 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
+from torch.nn import functional as F
 
-from surefoot.blocks.base import Block, Initial, Mixer, MixerConfig, Shared
+from surefoot.blocks.base import EXAMPLE_VOCABULARY, TOKENS, Block, Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.mixers.cache import KVState, NoState, mean_seen, most_kept
 from surefoot.blocks.norm import HeadsNorm, RMSNorm
 from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
@@ -70,6 +71,11 @@ class AttentionConfig(MixerConfig):
         default="none", description="of each component before the output projection (Qiu et al., 2025)"
     )
     bias: Literal["none", "qkv"] = Field(default="none", description="of which projections")
+    value_rows: int | None = Field(
+        default=None,
+        gt=0,
+        description="the vocabulary's: what a token adds to its own values, times a learned number (modded-nanogpt, 2024)",
+    )
     leaves: str | None = Field(
         default=None, min_length=1, description="name under which later layers may read its keys and values"
     )
@@ -100,7 +106,14 @@ class AttentionConfig(MixerConfig):
             raise FieldError("rope", "none", "leaves rope_scaling and rope_share without effect; leave them out")
         if self.reads is not None and self.leaves is not None:
             raise FieldError("leaves", self.leaves, f"has no keys of its own to leave where reads={self.reads}")
+        if self.reads is not None and self.value_rows is not None:
+            raise FieldError("value_rows", self.value_rows, f"has no values to be added to where reads={self.reads}")
         return self
+
+    @property
+    def token_rows(self) -> int | None:
+        """Of the values' embedding."""
+        return self.value_rows
 
     @property
     def leaves_shared(self) -> str | None:
@@ -165,6 +178,7 @@ class AttentionConfig(MixerConfig):
             "partial, interleaved": example(num_kv_heads=2, rope="interleaved", rope_share=0.5),
             "linear": example(num_kv_heads=2, rope_scaling=LinearScaling(factor=2.0)),
             "llama3": example(num_kv_heads=2, rope_scaling=Llama3Scaling(factor=4.0, original_length=32)),
+            "values of tokens": example(num_kv_heads=2, value_rows=EXAMPLE_VOCABULARY),
             "shared keys and values": example(num_kv_heads=2, reads="keys"),
             "shared window": example(num_kv_heads=2, window=7, reads="keys"),
             "yarn": example(num_kv_heads=2, rope_scaling=YarnScaling(factor=4.0, original_length=16)),
@@ -181,6 +195,23 @@ class Sinks(Block):
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.scores_H = self.add_weight("scores_H", (num_heads,), ("heads",), Initial())
+
+
+class Values(Block):
+    """One vector a token id, times one learned number; each rank of a cut has all ids for its own heads."""
+
+    def __init__(self, num_rows: int, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.head_size, self.units = head_size, {"kv_heads": head_size}
+        shape = (num_rows, num_heads * head_size)
+        self.weight = self.add_weight("weight", shape, ("words", "kv_heads"), Initial(std=1.0))
+        self.share = self.add_weight("share", (1,), ("head",), Initial(mean=0.5))
+
+    def forward(self, v_BLGK: Tensor, tokens_BL: Tensor) -> Tensor:
+        """Values and those of their tokens, (B, L, G, K)."""
+        found_BLGK = F.embedding(tokens_BL, self.weight).unflatten(-1, (-1, self.head_size))
+        added_BLGK: Tensor = v_BLGK + (self.share * found_BLGK).to(v_BLGK.dtype)
+        return added_BLGK
 
 
 class Attention(Mixer):
@@ -210,6 +241,9 @@ class Attention(Mixer):
         self.norm_q = self._norm(self.num_heads, "heads")
         self.norm_k = None if self.reads_shared else self._norm(self.num_kv_heads, "kv_heads")
         self.sinks = Sinks(self.num_heads) if config.sinks == "learned" else None
+        self.values: Values | None = None
+        if config.value_rows is not None:
+            self.values = Values(config.value_rows, self.num_kv_heads, self.head_size)
         self.rope: Rope | None = None
         if config.rope != "none":
             size = int(config.rope_share * self.head_size)
@@ -265,6 +299,8 @@ class Attention(Mixer):
                 state.length += docs.length
             return shared[f"{self.config.reads}.k"], shared[f"{self.config.reads}.v"]
         k_BSGK, v_BSGK = self._place(heads["k"], self.norm_k, docs), heads["v"]
+        if self.values is not None:
+            v_BSGK = self.values(v_BSGK, shared[TOKENS])
         if isinstance(state, KVState):
             k_BSGK, v_BSGK = state.extend(k_BSGK, v_BSGK)
         if self.config.leaves is not None:
