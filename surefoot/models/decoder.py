@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surefoot.blocks.base import (
+    TOKENS,
     Connection,
     ConnectionConfig,
     FeedForward,
@@ -20,6 +21,7 @@ from surefoot.blocks.base import (
     Mixer,
     MixerConfig,
     MixerState,
+    Routed,
     Shared,
 )
 from surefoot.blocks.connections.add import AddConfig
@@ -27,7 +29,7 @@ from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
 from surefoot.blocks.norm import RMSNorm
 from surefoot.config import Config, FieldError
-from surefoot.models.routing import take_auxiliary
+from surefoot.models.routing import reads_tokens, take_auxiliary
 from surefoot.ops.documents import Documents
 from surefoot.ops.loss import LossSums
 
@@ -202,6 +204,8 @@ class Layer(nn.Module):
         self.norm_ffn = norm(before and ffn is not None and not one_norm)
         self.ffn = None if ffn is None else ffn.build(width=config.width, output_scale=output_scale)
         self.norm_ffn_out = norm(after and ffn is not None)
+        if isinstance(self.ffn, Routed):
+            self.ffn.router.layer = index
 
     def forward(
         self, x_BLS: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
@@ -218,12 +222,18 @@ class Layer(nn.Module):
             normed_BLD = _through(self.norm_mixer, read_BLD)
             y_BLD = _through(self.norm_mixer_out, self.mixer(normed_BLD, docs, state, shared))
             if self.connect_ffn is None and self.ffn is not None:
-                y_BLD = y_BLD + _through(self.norm_ffn_out, self.ffn(normed_BLD))
+                y_BLD = y_BLD + _through(self.norm_ffn_out, self._network(normed_BLD, docs, shared))
             x_BLS = write(y_BLD)
         if self.connect_ffn is not None and self.ffn is not None:
             read_BLD, write = self.connect_ffn(x_BLS)
-            x_BLS = write(_through(self.norm_ffn_out, self.ffn(_through(self.norm_ffn, read_BLD))))
+            x_BLS = write(_through(self.norm_ffn_out, self._network(_through(self.norm_ffn, read_BLD), docs, shared)))
         return x_BLS, {name: left for name, left in shared.items() if found.get(name) is not left}
+
+    def _network(self, x_BLD: Tensor, docs: Documents, shared: Shared) -> Tensor:
+        """What routes is told which tokens these are."""
+        assert self.ffn is not None
+        y_BLD: Tensor = self.ffn(x_BLD, docs, shared) if isinstance(self.ffn, Routed) else self.ffn(x_BLD)
+        return y_BLD
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""
@@ -248,6 +258,7 @@ class Decoder(nn.Module):
         std = config.width**-0.5 if config.tied else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
+        self.reads_tokens = reads_tokens(self)
         self.norm = RMSNorm(config.width, config.norm_eps, offset=config.norm_offset)
         tied = self.embedding.weight if config.tied else None
         self.head = Head(
@@ -269,7 +280,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Token ids (B, L) to final hidden states (B, L, D), computed in `dtype` (the weights' own by default)."""
         x_BLS = self.config.expand(self.embedding(tokens_BL, dtype or self.embedding.weight.dtype))
-        shared: Shared = {}
+        shared: Shared = {TOKENS: tokens_BL} if self.reads_tokens else {}
         for index, layer in enumerate(self.layers):
             x_BLS, left = layer(x_BLS, docs, states[index] if states is not None else None, shared)
             shared = shared | left

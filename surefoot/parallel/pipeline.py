@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from surefoot.blocks.base import Mixer
+from surefoot.blocks.base import TOKENS, Mixer
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import Mesh
 from surefoot.models.decoder import Decoder
@@ -133,6 +133,7 @@ class Stage(nn.Module):
             self.head.register_parameter("weight", nn.Parameter(self.head.weight.detach().clone()))
             self.head.axes["weight"] = model.embedding.axes["weight"]
             self.copies["head.weight"] = EMBEDDING
+        self._reads_tokens = model.reads_tokens
         self._feeds: Sequence[Feed] = ()
         self._num_tokens, self._dtype = 1, torch.float32
         self.sums = (0.0, 0.0)
@@ -149,7 +150,7 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x_BLS = self.config.expand(self.embedding(tokens_BL, self._dtype))
         for layer in self.layers.values():
-            x_BLS, _ = layer(x_BLS, docs)
+            x_BLS, _ = layer(x_BLS, docs, None, {TOKENS: tokens_BL} if self._reads_tokens else None)
         auxiliary = take_auxiliary(self)
         if self.norm is None or self.head is None:
             return x_BLS if auxiliary is None else _with_loss(x_BLS, auxiliary / self._num_tokens)
