@@ -96,9 +96,11 @@ class Block(nn.Module):
         """Rows (R, I) sorted by group through their group's matrix of a weight, (R, O), in x's dtype."""
         return self.product.grouped(x_RI, counts_E, name, getattr(self, name))
 
-    def add_state(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
-        """Register one buffer of `states`."""
-        self.register_buffer(name, torch.zeros(shape))
+    def add_state(
+        self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], dtype: torch.dtype | None = None
+    ) -> None:
+        """Register one buffer of `states`; a count is of an integer `dtype`, which stays whatever weights are."""
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype))
         self.states[name] = axes
 
 
@@ -256,6 +258,21 @@ class FeedForwardConfig(Config):
         """A network of `width`; the projection back into the residual stream starts at `output_scale` / sqrt(fan-in)."""
 
 
+class Tokens(NamedTuple):
+    """What is known of tokens beside their activations: their ids (T,), and places in their documents from 0 (T,)."""
+
+    ids_T: Tensor
+    places_T: Tensor
+
+
+class Counts(NamedTuple):
+    """What a router counted in a whole step, over all ranks and micro-batches: how many tokens chose each expert, and
+    what it `noted` beside that (`Routing.noted_N`); in fp64."""
+
+    loads_E: Tensor
+    noted_N: Tensor
+
+
 class Routing(NamedTuple):
     """Which experts each token goes to.
 
@@ -270,6 +287,7 @@ class Routing(NamedTuple):
     loads_E: Tensor
     auxiliary: Tensor
     is_partial: bool = False
+    noted_N: Tensor | None = None
 
 
 def own_counts(counts: Tensor) -> Tensor:
@@ -288,45 +306,79 @@ class Router(Block):
     """
 
     looks_ahead: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
+    """Whether it needs to be told what the tokens are, beside their activations."""
+
     loads_E: Tensor
+    noted_N: Tensor
+    dropped: Tensor
     auxiliary: Tensor
 
-    def __init__(self, num_experts: int, top_k: int) -> None:
+    def __init__(self, num_experts: int, top_k: int, num_noted: int = 0) -> None:
         super().__init__()
         self.num_experts, self.top_k = num_experts, top_k
+        self.layer = 0
+        """Which layer of the model it is in: what is drawn or hashed must differ between layers."""
         self.pool: Callable[[Tensor], Tensor] = own_counts
+        self.is_counting = False
+        """Whether passes without gradients count the step's choices, ahead of the passes that train (`whole_step`)."""
+        self.step_counts: Tensor | None = None
+        """What such passes counted, loads and what was noted; None where the pass at hand is all of the step."""
         self.register_buffer("loads_E", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("noted_N", torch.zeros(num_noted, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("auxiliary", torch.zeros(()), persistent=False)
-        self._pending: tuple[Tensor, Tensor, Tensor] | None = None
+        self._pending: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+
+    @property
+    def num_counts(self) -> int:
+        """How many numbers it has counted after a step: loads, what it noted, choices dropped, auxiliary losses."""
+        return self.num_experts + len(self.noted_N) + 2
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether its losses are of the choices of a whole step, over all data ranks and micro-batches."""
+        return False
 
     @abstractmethod
-    def forward(self, x_TD: Tensor, length: int) -> Routing:
-        """Tokens (T, D), whole sequences of `length` one after the other, to their experts."""
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:
+        """Tokens (T, D), whole sequences of `length` one after the other, to their experts.
 
-    def balance(self, loads_E: Tensor) -> None:
-        """After an optimizer step: adapt to how many of all its tokens chose each expert."""
+        One that `reads_tokens` raises `ValueError` where it is not told what they are.
+        """
+
+    def balance(self, counts: Counts) -> None:
+        """After an optimizer step: adapt to what all its tokens chose."""
 
     @abstractmethod
     def flops(self) -> float:
         """Forward FLOPs a token."""
 
-    def keep(self, routing: Routing, share: float) -> None:
+    def keep(self, routing: Routing, share: float, dropped: Tensor | None = None) -> None:
         """Hold what `take` is to return: of the auxiliary losses, the `share` that this process's copy stands for.
 
-        A pass that is run again for its backward was counted the first time.
+        `dropped` of the choices are not carried out. A pass that is run again for its backward was counted the first time.
         """
         if is_again():
             return
-        found = routing.auxiliary
-        self._pending = (found * share, found.detach(), routing.loads_E) if torch.is_grad_enabled() else None
+        found, loads_E, noted_N = routing.auxiliary, routing.loads_E, routing.noted_N
+        is_trained = torch.is_grad_enabled()
+        self._pending = (found * share, found.detach(), loads_E, noted_N, dropped) if is_trained else None
+        if self.is_counting and not is_trained:
+            counts = loads_E if noted_N is None else torch.cat((loads_E, noted_N))
+            self.step_counts = counts if self.step_counts is None else self.step_counts + counts
 
     def take(self) -> Tensor | None:
         """The auxiliary losses of the last forward pass, once; counts its choices too. None where nothing is held."""
         if self._pending is None:
             return None
-        (auxiliary, whole, loads_E), self._pending = self._pending, None
+        (auxiliary, whole, loads_E, noted_N, dropped), self._pending = self._pending, None
         self.loads_E += loads_E
         self.auxiliary += whole
+        if noted_N is not None:
+            self.noted_N += noted_N
+        if dropped is not None:
+            self.dropped += dropped
         return auxiliary
 
 
@@ -378,3 +430,8 @@ class Routed(FeedForward):
     router: Router
     experts: Experts
     dispatch: Dispatch
+
+    @abstractmethod
+    def forward(self, x_BLD: Tensor, docs: Documents | None = None, shared: Shared | None = None) -> Tensor:
+        """(B, L, D) to (B, L, D). Ids of the tokens lie in `shared` under `TOKENS` where the router reads them; with neither
+        documents nor ids, each row is one document of unknown words."""

@@ -21,6 +21,7 @@ from surefoot.blocks.base import (
     Mixer,
     MixerConfig,
     MixerState,
+    Routed,
     Shared,
 )
 from surefoot.blocks.connections.add import AddConfig
@@ -225,6 +226,8 @@ class Layer(nn.Module):
         self.norm_ffn = norm(before and ffn is not None and not one_norm)
         self.ffn = None if ffn is None else ffn.build(width=config.width, output_scale=output_scale)
         self.norm_ffn_out = norm(after and ffn is not None)
+        if isinstance(self.ffn, Routed):
+            self.ffn.router.layer = index
 
     def forward(
         self, x_BLS: Tensor, docs: Documents, state: MixerState | None = None, shared: Shared | None = None
@@ -241,12 +244,18 @@ class Layer(nn.Module):
             normed_BLD = _through(self.norm_mixer, read_BLD)
             y_BLD = _through(self.norm_mixer_out, self.mixer(normed_BLD, docs, state, shared))
             if self.connect_ffn is None and self.ffn is not None:
-                y_BLD = y_BLD + _through(self.norm_ffn_out, self.ffn(normed_BLD))
+                y_BLD = y_BLD + _through(self.norm_ffn_out, self._network(normed_BLD, docs, shared))
             x_BLS = write(y_BLD)
         if self.connect_ffn is not None and self.ffn is not None:
             read_BLD, write = self.connect_ffn(x_BLS)
-            x_BLS = write(_through(self.norm_ffn_out, self.ffn(_through(self.norm_ffn, read_BLD))))
+            x_BLS = write(_through(self.norm_ffn_out, self._network(_through(self.norm_ffn, read_BLD), docs, shared)))
         return x_BLS, {name: left for name, left in shared.items() if found.get(name) is not left}
+
+    def _network(self, x_BLD: Tensor, docs: Documents, shared: Shared) -> Tensor:
+        """What routes is told which tokens these are."""
+        assert self.ffn is not None
+        y_BLD: Tensor = self.ffn(x_BLD, docs, shared) if isinstance(self.ffn, Routed) else self.ffn(x_BLD)
+        return y_BLD
 
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""

@@ -20,10 +20,10 @@ class StepReport:
     `token_hash` chains the hashes of all token ids seen. `time` is the Unix time at the end of the step. `slowest_rank`
     worked longest in the step before, without its waits for others, and `slowest_ratio` times the median of all ranks;
     null where that is not known (one rank, a GPU, the first step). `router` says how evenly experts were chosen in the step
-    and what that cost: `load_entropy`, `max_load_share`, `dead_experts` and `auxiliary_loss`, the weighted losses of all
-    routers on the scale of `loss`; empty for a model without routers. `products` is the worst over
-    all narrow products of the step: `saturated` and `underflowed` as shares of an operand, `scale_age` in steps; empty where
-    products are in the compute dtype.
+    and what that cost: `load_entropy`, `max_load_share`, `dead_experts`, `dropped_share` of all choices, and
+    `auxiliary_loss`, the weighted losses of all routers on the scale of `loss`; empty for a model without routers.
+    `products` is the worst over all narrow products of the step: `saturated` and `underflowed` as shares of an operand,
+    `scale_age` in steps; empty where products are in the compute dtype.
     """
 
     step: int

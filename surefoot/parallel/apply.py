@@ -8,15 +8,18 @@ generator and cut afterwards, so that no layout changes how a model starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.config import ConfigError
-from surefoot.dist.collectives import max_
+from surefoot.dist.collectives import max_, sum_
 from surefoot.dist.mesh import DATA, Mesh
+from surefoot.models import routing
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
 from surefoot.parallel import context, expert, pipeline, shard, tensor
@@ -96,7 +99,8 @@ class Laid:
 
     def accumulate_feeds(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
         """The same of micro-batches that are cut already."""
-        sums = self.passes.accumulate(feeds, num_tokens, dtype)
+        with self._counted_ahead(feeds, dtype):
+            sums = self.passes.accumulate(feeds, num_tokens, dtype)
         self.data_parallel.reduce()
         if self.copies is not None:
             self.copies.add_gradients()
@@ -111,6 +115,14 @@ class Laid:
         if self.copies is not None:
             self.copies.refresh()
         self.data_parallel.after_step()
+
+    def _counted_ahead(self, feeds: Sequence[Feed], dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Where routers' losses are of the whole step and a pass is only a part of it, all passes forward first."""
+        group = self.mesh.group(*DATA, "context")
+        if not routing.takes_whole_step(self.model) or (len(feeds) == 1 and group is None):
+            return nullcontext()
+        count = partial(self.passes.evaluate, feeds, dtype)
+        return routing.counted_ahead(self.model, count, lambda loads: sum_(loads, group))
 
     def _feeds(self, micro_batches: Sequence[MicroBatch]) -> list[Feed]:
         return [context.cut(self.mesh, *micro_batch) for micro_batch in micro_batches]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Mixer, Router
+from surefoot.blocks.base import Mixer, Routed, Router
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import all_to_all, gather, pass_on, sum_
 from surefoot.dist.mesh import Mesh
@@ -127,7 +127,7 @@ def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
     for block in model.modules():
         if isinstance(block, Mixer) and isinstance(block, _HoldsAttend):
             block.attend = form
-        elif isinstance(block, Mixer) and isinstance(block, _HoldsRuns):
+        elif isinstance(block, Mixer | Routed) and isinstance(block, _HoldsRuns):
             block.runs = ContextRuns(group, mesh.index("context"), mesh.size("context"))
         elif isinstance(block, Router):
             block.pool = lambda counts: sum_(counts.clone(), group)

@@ -110,7 +110,8 @@ class _Step:
 def traffic(
     plan: Plan, model: DecoderConfig, optim: OptimizerConfig, work: Workload, rank: int = 0
 ) -> dict[Flow, float]:
-    """Bytes that `rank` sends in a step. What ranks tell each other of their batches and of the record is left out."""
+    """Bytes that `rank` sends in a step. What ranks tell each other of their batches, of the record and of
+    routers' choices (losses of a whole step, limited room) is left out."""
     step = _step(plan, build_meta(model), work, rank)
     _data(step)
     _tensor(step)
@@ -149,7 +150,7 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         for mixer in (layer.mixer for layer in own_layers if layer.mixer is not None)
     ]
     routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
-    router_numbers = sum(router.num_experts + 1 for router in routers(model))
+    router_numbers = sum(router.num_counts for router in routers(model))
     num_parts = sum(part is not None for layer in own_layers for part in (layer.mixer, layer.ffn))
     num_passes = 1 if ahead is None else 2
     num_embeddings, num_heads = (
@@ -285,5 +286,5 @@ def _whole_matrices(step: _Step) -> None:
 
 
 def _agreement(step: _Step) -> None:
-    """Both sums of the loss, the squared gradient norm, and each router's loads and loss, in fp64."""
+    """Both sums of the loss, the squared gradient norm, and what each router counted, in fp64."""
     step.add(AXES, "all-reduce", (3 + step.router_numbers) * torch.float64.itemsize)

@@ -8,6 +8,9 @@ from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.blocks.mixers.delta_net import GatedDeltaNetConfig
 from surefoot.blocks.mixers.mamba2 import Mamba2Config
 from surefoot.blocks.mixers.mla import MLAConfig
+from surefoot.blocks.routers.hash import HashConfig
+from surefoot.blocks.routers.quantile import QuantileConfig
+from surefoot.blocks.routers.relu import ReLUConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.sinkhorn import SinkhornConfig
 from surefoot.models.decoder import DecoderConfig
@@ -49,6 +52,21 @@ def quickstart_moe_sinkhorn() -> Run:
     """quickstart-moe with a router that balances while it chooses (and so looks ahead in training)"""
     ffn = MoEConfig(num_experts=8, top_k=2, hidden=192, router=SinkhornConfig())
     return _variant("moe-sinkhorn", ffn=ffn)
+
+
+def quickstart_moe_relu() -> Run:
+    """quickstart-moe with gates that are positive or off, about two a token (and more in early steps)"""
+    return _variant("moe-relu", ffn=MoEConfig(num_experts=8, top_k=2, hidden=192, router=ReLUConfig()))
+
+
+def quickstart_moe_quantile() -> Run:
+    """quickstart-moe with prices of experts that even out the loads, without a rate or a loss"""
+    return _variant("moe-quantile", ffn=MoEConfig(num_experts=8, top_k=2, hidden=192, router=QuantileConfig()))
+
+
+def quickstart_moe_hash() -> Run:
+    """quickstart-moe with experts by hashes of words: what routers that learn must beat"""
+    return _variant("moe-hash", ffn=MoEConfig(num_experts=8, top_k=2, hidden=192, router=HashConfig()))
 
 
 def _variant(name: str, **changes: Any) -> Run:

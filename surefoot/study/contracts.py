@@ -156,7 +156,9 @@ class Example:
         with torch.no_grad():
             for full_name, block, name in itertools.chain(named_weights(model), named_states(model)):
                 tensor: Tensor = getattr(block, name)
-                if full_name in starts or name in block.states:
+                if not tensor.is_floating_point():
+                    tensor.add_(3)
+                elif full_name in starts or name in block.states:
                     noise = torch.randn(tensor.shape, generator=generator_for(1, full_name), dtype=torch.float64)
                     tensor.add_(0.3 * noise)
         return model
@@ -290,7 +292,8 @@ def counted(example: Example) -> float:
     for ffn in model.ffns():
         if isinstance(ffn, Routed):
             a_row = 6 * sum(weight.numel() for weight in ffn.experts.parameters()) / ffn.router.num_experts
-            declared += a_row * (int(ffn.router.loads_E.sum()) - tokens_BL.numel() * ffn.router.top_k)
+            num_rows = int(ffn.router.loads_E.sum() - ffn.router.dropped)
+            declared += a_row * (num_rows - tokens_BL.numel() * ffn.router.top_k)
     measured = counter.get_total_flops()
     if declared != measured:
         raise BrokenError(f"declares {declared:.0f} FLOPs where {measured} are measured")

@@ -29,7 +29,7 @@ def stop_and_go_on(
     before = {param.name: param.tensor.detach().clone() for param in params}
     moments = {name: {key: tensor.clone() for key, tensor in held.items()} for name, held in optimizer.state().items()}
     for param in params:
-        param.tensor.detach().fill_(float("nan"))
+        param.tensor.detach().fill_(float("nan") if param.tensor.is_floating_point() else -1)
     optimizer.restore(
         {name: {key: torch.zeros_like(tensor) for key, tensor in held.items()} for name, held in moments.items()}
     )

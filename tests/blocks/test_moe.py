@@ -144,7 +144,7 @@ def test_all_tokens_to_one_expert_leave_the_others_empty() -> None:
     assert [bool(gradient.any()) for gradient in block.experts.w_up.grad] == [False] * 4 + [True, False]
     found = statistics(block, drain(block), 12)
     assert (found["load_entropy"], found["max_load_share"], found["dead_experts"]) == (0.0, 1.0, 5.0)
-    assert drain(block)[:-1] == [0.0] * 6
+    assert drain(block) == [0.0] * 8
 
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
@@ -218,7 +218,7 @@ def test_the_bias_follows_the_loads_of_a_whole_step() -> None:
         take_auxiliary(block)
     sums = drain(block)
     loads = torch.bincount(router(x.flatten(0, 1), 9).experts_TK.flatten(), minlength=6)
-    assert sums[:-1] == loads.tolist()
+    assert sums[:-1] == [*loads.tolist(), 0.0]
     balance(block, sums)
     torch.testing.assert_close(router.bias_E - before, 0.01 * (6.0 - loads.double()).sign())
     routing = router(x.flatten(0, 1), 9)
@@ -342,7 +342,7 @@ def test_generation_with_a_cache_equals_generation_without(router: RouterConfig)
 
 def test_statistics_of_even_loads() -> None:
     block = moe(TopKConfig())
-    found = statistics(block, [2.0] * 6 + [3.0], 6)
+    found = statistics(block, [2.0] * 6 + [3.0, 3.0], 6)
     assert found["load_entropy"] == pytest.approx(1.0)
     assert math.isclose(found["max_load_share"], 1 / 6)
-    assert (found["dead_experts"], found["auxiliary_loss"]) == (0.0, 0.5)
+    assert (found["dead_experts"], found["dropped_share"], found["auxiliary_loss"]) == (0.0, 0.25, 0.5)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from surefoot.blocks.base import Routing
+from surefoot.blocks.base import Routing, Tokens
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.routers.sigmoid import Sigmoid, SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
@@ -208,11 +208,11 @@ class Tied(Sigmoid):
 
     num_asked = 0
 
-    def forward(self, x_TD: Tensor, length: int) -> Routing:
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:
         Tied.num_asked += 1
         with torch.no_grad():
             self.bias_E.copy_(torch.arange(6.0).roll(Tied.num_asked))
-        return super().forward(x_TD, length)
+        return super().forward(x_TD, length, tokens)
 
 
 def test_choices_are_repeated_where_another_run_would_choose_otherwise() -> None:

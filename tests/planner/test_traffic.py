@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.config import override
 from surefoot.dist.count import Amount, Counter, Counting, Flow
@@ -161,7 +161,7 @@ class Even(Router):
         super().__init__(num_experts, top_k)
         self.scale = self.add_weight("scale", (width,), ("embed",), Initial(mean=1.0))
 
-    def forward(self, x_TD: Tensor, length: int) -> Routing:  # noqa: ARG002 - looks at no token
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002 - looks at none
         """See `Router.forward`."""
         number_TK = torch.arange(len(x_TD) * self.top_k, device=x_TD.device).view(-1, self.top_k)
         experts_TK = number_TK % self.num_experts

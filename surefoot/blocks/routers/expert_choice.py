@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
 
@@ -43,7 +43,7 @@ class ExpertChoice(Router):
         super().__init__(num_experts, top_k)
         self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
 
-    def forward(self, x_TD: Tensor, length: int) -> Routing:  # noqa: ARG002 - all sequences compete
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002 - all compete
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).softmax(1)

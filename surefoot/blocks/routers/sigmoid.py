@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.blocks.base import Counts, Initial, Router, RouterConfig, Routing, Tokens
 from surefoot.config import FieldError
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
@@ -34,10 +34,9 @@ class SigmoidConfig(RouterConfig):
     balance_loss: float = Field(default=1e-4, ge=0, description="weight of the loss that is 1 where loads are even")
     scope: Scope = Field(
         default="sequence",
-        description="tokens over which that loss asks for balance: each sequence, whose loss every layout and micro-batch "
-        "size reproduces, or all of a forward pass on one rank",
+        description="tokens over which that loss asks for balance: each sequence, all of a forward pass on one rank (another "
+        "loss for another micro-batch or layout), or a whole step, which takes one more pass to count",
     )
-
     z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
 
     @classmethod
@@ -46,6 +45,7 @@ class SigmoidConfig(RouterConfig):
         return {
             "scaled": cls(balance_loss=0.3, scale=2.5, z_loss=0.2),
             "in groups": cls(balance_loss=0.3, num_groups=4, top_groups=2),
+            "over a step": cls(balance_loss=0.3, scope="global_batch"),
         }
 
     def check_top_k(self, top_k: int) -> None:
@@ -83,7 +83,7 @@ class Sigmoid(Router):
         self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
         self.add_state("bias_E", (num_experts,), ("routes",))
 
-    def forward(self, x_TD: Tensor, length: int) -> Routing:
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
@@ -96,11 +96,16 @@ class Sigmoid(Router):
         auxiliary = scores_TE.new_zeros(())
         if torch.is_grad_enabled() and self.config.balance_loss:
             even_TE = scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
-            uneven = balance_loss(even_TE, counts_BE, self.config.scope, self.pool)
+            uneven = balance_loss(even_TE, counts_BE, self.config.scope, self.pool, self.step_counts)
             auxiliary = auxiliary + self.config.balance_loss * uneven
         if torch.is_grad_enabled() and self.config.z_loss:
             auxiliary = auxiliary + self.config.z_loss * logits_TE.logsumexp(1).square().sum()
         return Routing(experts_TK, weights_TK, counts_BE.sum(0), auxiliary)
+
+    @property
+    def whole_step(self) -> bool:
+        """See `Router.whole_step`."""
+        return self.config.scope == "global_batch" and self.config.balance_loss > 0
 
     def _eligible(self, scores_TE: Tensor) -> Tensor:
         """The scores, -inf outside of a token's groups (DeepSeek-AI, 2024): those of the largest sums of their two best."""
@@ -112,9 +117,9 @@ class Sigmoid(Router):
         return scores_TGN.masked_fill(is_out_TG[..., None], float("-inf")).view_as(scores_TE)
 
     @torch.no_grad()
-    def balance(self, loads_E: Tensor) -> None:
+    def balance(self, counts: Counts) -> None:
         """See `Router.balance`."""
-        loads_E = loads_E.to(self.bias_E)
+        loads_E = counts.loads_E.to(self.bias_E)
         self.bias_E += self.config.bias_rate * (loads_E.mean() - loads_E).sign()
 
     def flops(self) -> float:

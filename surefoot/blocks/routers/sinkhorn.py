@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
 
@@ -47,7 +47,7 @@ class Sinkhorn(Router):
         self.config = config
         self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
 
-    def forward(self, x_TD: Tensor, length: int) -> Routing:  # noqa: ARG002 - all sequences compete
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002 - all compete
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing
+from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
 from surefoot.config import FieldError
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
@@ -28,8 +28,8 @@ class TopKConfig(RouterConfig):
     balance_loss: float = Field(default=0.01, ge=0, description="weight of the loss that is 1 where loads are even")
     scope: Scope = Field(
         default="sequence",
-        description="tokens over which balance is asked for: each sequence, whose loss every layout and micro-batch size "
-        "reproduces, or all of a forward pass on one rank",
+        description="tokens over which balance is asked for: each sequence, all of a forward pass on one rank (another loss "
+        "for another micro-batch or layout), or a whole step, which takes one more pass to count",
     )
     z_loss: float = Field(default=1e-3, ge=0, description="weight of the squared log-partition (Zoph et al., 2022)")
 
@@ -39,6 +39,7 @@ class TopKConfig(RouterConfig):
         return {
             "over chosen": cls(balance_loss=0.3, z_loss=0.2),
             "over all": cls(softmax_over="all", balance_loss=0.3, z_loss=0.2),
+            "over a step": cls(balance_loss=0.3, scope="global_batch"),
         }
 
     def check_top_k(self, top_k: int) -> None:
@@ -61,7 +62,7 @@ class TopK(Router):
         self.config = config
         self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
 
-    def forward(self, x_TD: Tensor, length: int) -> Routing:
+    def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002
         """See `Router.forward`."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
@@ -75,11 +76,16 @@ class TopK(Router):
         if torch.is_grad_enabled():
             if self.config.balance_loss:
                 scores_TE = (logits_TE - log_total_T1).exp()
-                uneven = balance_loss(scores_TE, counts_BE, self.config.scope, self.pool)
+                uneven = balance_loss(scores_TE, counts_BE, self.config.scope, self.pool, self.step_counts)
                 auxiliary = auxiliary + self.config.balance_loss * uneven
             if self.config.z_loss:
                 auxiliary = auxiliary + self.config.z_loss * log_total_T1.square().sum()
         return Routing(experts_TK, weights_TK, counts_BE.sum(0), auxiliary)
+
+    @property
+    def whole_step(self) -> bool:
+        """See `Router.whole_step`."""
+        return self.config.scope == "global_batch" and self.config.balance_loss > 0
 
     def flops(self) -> float:
         """Forward FLOPs a token."""
