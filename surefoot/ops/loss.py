@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surefoot.ops.autograd import apply
+from surefoot.ops.autograd import apply, gradient_dtype
 from surefoot.ops.matmul import mm
 
 IGNORED = -100
@@ -59,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow_VD = weight_VD.to(x_TD.dtype)
         is_training = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_x_TD = torch.empty_like(x_TD) if is_training else None
-        grad_VD = torch.zeros_like(weight_VD) if is_training else None
+        grad_VD = torch.zeros_like(weight_VD, dtype=gradient_dtype(weight_VD)) if is_training else None
         nll, z = (torch.zeros((), dtype=wide, device=x_TD.device) for _ in range(2))
         num_rows = weight_VD.shape[0] if part is None else part.num_rows
         rows = max(64, _CHUNK_BYTES // (num_rows * wide.itemsize))
