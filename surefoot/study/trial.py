@@ -97,8 +97,8 @@ def trial(
         clip_(gradients_of(params), norm, run.train.max_gradient_norm or 1.0)
         optimizer.step(1.0)
         if step == 0 and folder is not None:
-            own = () if dtype is torch.float64 else _OF_ROUNDING
-            _stop_and_go_on(share, params, states_of(laid.model, mesh), optimizer, ranks, folder, own)
+            left_out = () if dtype is torch.float64 else _OF_ROUNDING
+            _stop_and_go_on(share, params, states_of(laid.model, mesh), optimizer, ranks, folder, left_out)
         laid.after_step()
     for param in params:
         share.keep("updated weights", param, param.tensor)
