@@ -109,7 +109,10 @@ class _Step:
 def traffic(
     plan: Plan, model: DecoderConfig, optim: OptimizerConfig, work: Workload, rank: int = 0
 ) -> dict[Flow, float]:
-    """Bytes that `rank` sends in a step. What ranks tell each other of their batches and of the record is left out."""
+    """Bytes that `rank` sends in a step. What ranks tell each other of their batches and of the record is left out.
+
+    All weights are in one dtype: for runs with narrow ones (`precision.parameters`, `reduce`) this is an upper bound.
+    """
     step = _step(plan, build_meta(model), work, rank)
     _data(step)
     _tensor(step)
