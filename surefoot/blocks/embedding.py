@@ -6,14 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from surefoot.blocks.base import Block, Initial
-
-
-def lookup(tokens_BL: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows of the ids (B, L) in `dtype`, (B, L, D)."""
-    return F.embedding(tokens_BL, weight_VD).to(dtype)
+from surefoot.ops.lookup import lookup
 
 
 class Embedding(Block):

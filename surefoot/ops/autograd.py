@@ -133,6 +133,11 @@ def decided(make: Callable[[], Tensor]) -> Tensor:
     return make() if tape is None else tape.decide(make)
 
 
+def gradient_dtype(*weights: Tensor) -> torch.dtype:
+    """The widest that gradients of these weights are wanted in, which may be wider than the weights."""
+    return functools.reduce(torch.promote_types, (weight.grad_dtype or weight.dtype for weight in weights))
+
+
 def is_taped() -> bool:
     """Whether this pass may be run again, so that only calls of `apply` can be kept."""
     return _current.get() is not None

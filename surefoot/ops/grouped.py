@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.ops.autograd import apply
+from surefoot.ops.autograd import apply, gradient_dtype
 from surefoot.ops.matmul import mm
 
 
@@ -37,7 +37,7 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
     """Rows (R, I) through their group's weight, in x's dtype (R, O); the first `counts_E[0]` rows are group 0's, and so on.
 
-    The counts add up to R. The weight's gradient keeps the weight's dtype.
+    The counts add up to R. The weight's gradient is in what it wants (`grad_dtype`).
     """
     y_RO: Tensor = apply(_GroupedLinear, x_RI, counts_E, weight_EOI)
     return y_RO
@@ -64,11 +64,11 @@ def products(x_RI: Tensor, matrix_EIO: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def outer_products(grad_RO: Tensor, x_RI: Tensor, counts_E: Tensor, weight_EOI: Tensor) -> Tensor:
-    """Each group's gᵀ x, shaped and typed like the weight; zero where a group is empty."""
+    """Each group's gᵀ x, shaped like the weight, in what its gradient is wanted in; zero where a group is empty."""
     if _has_kernel(x_RI, weight_EOI):
-        return F.grouped_mm(grad_RO.t(), x_RI, offs=_ends(counts_E)).to(weight_EOI.dtype)
+        return F.grouped_mm(grad_RO.t(), x_RI, offs=_ends(counts_E)).to(gradient_dtype(weight_EOI))
     sizes = sizes_of(counts_E, x_RI.shape[0])
-    grad_EOI = torch.empty_like(weight_EOI)
+    grad_EOI = torch.empty_like(weight_EOI, dtype=gradient_dtype(weight_EOI))
     for grad, x, out in zip(grad_RO.split(sizes), x_RI.split(sizes), grad_EOI, strict=True):
         if len(x):
             mm(grad.t(), x, out.dtype, out=out)

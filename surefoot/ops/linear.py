@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.ops.autograd import apply, is_taped
+from surefoot.ops.autograd import apply, gradient_dtype, is_taped
 from surefoot.ops.matmul import mm
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ in x's dtype over weights kept in another (fp32 masters); weight gradients return in the weights' dtype.
+    """y = x Wᵀ in x's dtype over weights kept in another (fp32 masters); weight gradients return as
+    wide as the widest weight wants them.
 
     The narrow copy of the weights lives only inside the call and is made again in backward: it costs 6 bytes of traffic
     a weight, and holding it would cost 2 bytes of memory a weight.
@@ -34,7 +35,7 @@ class _Linear(torch.autograd.Function):
         (grad_NO,) = grads
         x_NI, *weights_OI = ctx.saved_tensors
         grad_x = mm(grad_NO, _narrow(weights_OI, x_NI.dtype), x_NI.dtype) if ctx.needs_input_grad[0] else None
-        grad_OI = mm(grad_NO.t(), x_NI, weights_OI[0].dtype)
+        grad_OI = mm(grad_NO.t(), x_NI, gradient_dtype(*weights_OI))
         return grad_x, *grad_OI.split([weight.shape[0] for weight in weights_OI])
 
 
@@ -51,7 +52,8 @@ def _narrow(weights_OI: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype) -
 def linear(x: Tensor, *weights_OI: Tensor) -> Tensor:
     """x (..., I) through one weight, or through several side by side, computed and returned in x's dtype (..., ΣO).
 
-    Several weights that read the same input run as one larger GEMM. Gradients of the weights keep the weights' dtype.
+    Several weights that read the same input run as one larger GEMM. Gradients of the weights are in what
+    those want (`grad_dtype`, a weight's own dtype unless set).
     """
     x_NI = x.reshape(-1, x.shape[-1])
     # The same products either way; only calls of `apply` can be kept for a second run.

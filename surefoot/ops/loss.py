@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surefoot.ops.autograd import apply
+from surefoot.ops.autograd import apply, gradient_dtype
 from surefoot.ops.matmul import mm, widens_bf16
 
 IGNORED = -100
 """The target of a position at which nothing is to be predicted."""
 
-_CHUNK_BYTES, _BLOCK_BYTES = 1 << 25, 1 << 22
+_CHUNK_BYTES, _BLOCK_BYTES = 1 << 24, 1 << 22
 """Logits held at once, and of a product that is added to the weight gradient. Small chunks lose: each reads and writes the
 whole weight gradient again."""
 
@@ -61,16 +61,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow_VD = weight_VD.to(x_TD.dtype)
         is_training = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_x_TD = torch.empty_like(x_TD) if is_training else None
-        grad_VD = torch.zeros_like(weight_VD) if is_training else None
+        grad_VD = torch.zeros_like(weight_VD, dtype=gradient_dtype(weight_VD)) if is_training else None
         nll, z = (torch.zeros((), dtype=wide, device=x_TD.device) for _ in range(2))
         num_rows = weight_VD.shape[0] if part is None else part.num_rows
         rows = max(64, _CHUNK_BYTES // (num_rows * wide.itemsize))
         # Made once: allocators leave holes of the sizes of large tensors that come and go in turn.
         wide_CV = x_TD.new_empty((min(rows, len(x_TD)), weight_VD.shape[0]), dtype=wide)
         as_x_CV = wide_CV if x_TD.dtype is wide else torch.empty_like(wide_CV, dtype=x_TD.dtype)
-        product_WD = weight_VD.new_empty(
-            (max(64, _BLOCK_BYTES // (weight_VD.shape[1] * weight_VD.itemsize)), weight_VD.shape[1])
-        )
+        width = weight_VD.shape[1]
+        product_WD = weight_VD.new_empty((max(64, _BLOCK_BYTES // (4 * width)), width), dtype=gradient_dtype(weight_VD))
         is_exact = x_TD.dtype is wide or widens_bf16(x_TD.device)
         for start in range(0, x_TD.shape[0], rows):
             x_CD, targets_C = x_TD[start : start + rows], targets_T[start : start + rows]

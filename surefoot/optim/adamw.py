@@ -17,6 +17,7 @@ from torch import Tensor
 from surefoot.config import FieldError
 from surefoot.optim.base import Group, Optimizer, OptimizerConfig, Param, Role, gradients_of
 from surefoot.optim.groups import describe, split_by_role
+from surefoot.optim.narrow import Keeper, widened
 
 
 class AdamWConfig(OptimizerConfig):
@@ -45,13 +46,15 @@ def refuse_betas(field: str, betas: tuple[float, float]) -> None:
 @dataclass(frozen=True)
 class _Slot:
     param: Param
+    keeper: Keeper
     first_moment: Tensor
     second_moment: Tensor
     step: Tensor
 
 
 class AdamW(Optimizer):
-    """AdamW with one rate and weight decay a role; state `first_moment`, `second_moment` and a 0-d `step` each.
+    """AdamW with one rate and weight decay a role; state `first_moment`, `second_moment` and a 0-d `step` each, and what
+    `optim.narrow` keeps of weights and moments in bf16.
 
     Each parameter counts its own steps, so that one without a gradient for a while keeps a right bias correction.
     """
@@ -69,23 +72,59 @@ class AdamW(Optimizer):
             live = [slot for slot in members if slot.param.tensor.grad is not None]
             if not live:
                 continue
-            steps = [slot.step for slot in live]
-            torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(
-                [slot.param.tensor for slot in live],
-                gradients_of(slot.param for slot in live),
-                [slot.first_moment for slot in live],
-                [slot.second_moment for slot in live],
-                [],
-                steps,
-                lr=group.lr * scale,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                weight_decay=group.weight_decay,
-                eps=self._eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            torch._foreach_add_([slot.step for slot in live], 1)
+            plain = [slot for slot in live if slot.keeper.is_plain]
+            if plain:
+                self._move(
+                    group,
+                    scale,
+                    [slot.param.tensor for slot in plain],
+                    gradients_of(slot.param for slot in plain),
+                    [slot.first_moment for slot in plain],
+                    [slot.second_moment for slot in plain],
+                    [slot.step for slot in plain],
+                )
+            for slot in live:
+                if not slot.keeper.is_plain:
+                    self._move_narrow(group, scale, slot)
+
+    def _move(
+        self,
+        group: Group,
+        scale: float,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        first_moments: list[Tensor],
+        second_moments: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            first_moments,
+            second_moments,
+            [],
+            steps,
+            lr=group.lr * scale,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=group.weight_decay,
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def _move_narrow(self, group: Group, scale: float, slot: _Slot) -> None:
+        """The same on wide copies, piece by piece."""
+        keeper = slot.keeper
+        keeper.begin()
+        for rows in keeper.pieces():
+            weight, gradient = keeper.read(rows), keeper.gradient(rows)
+            first, second = (widened(moment[rows]) for moment in (slot.first_moment, slot.second_moment))
+            self._move(group, scale, [weight], [gradient.to(weight.dtype)], [first], [second], [slot.step])
+            keeper.write(rows, weight)
+            keeper.write_moment(slot.first_moment, rows, first, "first_moment")
+            keeper.write_moment(slot.second_moment, rows, second, "second_moment")
 
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
@@ -101,6 +140,7 @@ class AdamW(Optimizer):
         """See `Optimizer.state`."""
         return {
             slot.param.name: {"first_moment": slot.first_moment, "second_moment": slot.second_moment, "step": slot.step}
+            | slot.keeper.state
             for _, members in self._groups
             for slot in members
         }
@@ -109,4 +149,5 @@ class AdamW(Optimizer):
 def _new_slot(param: Param) -> _Slot:
     # The kernel wants its step counts as fp32 beside the weight: exact up to 16.7 million steps.
     step = torch.zeros((), dtype=torch.float32, device=param.tensor.device)
-    return _Slot(param, torch.zeros_like(param.tensor.detach()), torch.zeros_like(param.tensor.detach()), step)
+    keeper = Keeper(param)
+    return _Slot(param, keeper, keeper.new_moment(), keeper.new_moment(), step)

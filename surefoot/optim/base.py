@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -22,16 +23,26 @@ State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How a weight takes updates if it is narrower than fp32, and what its moments are held in (None: at least fp32). See
+    `optim.narrow`."""
+
+    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"
+    moments: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class Param:
     """One logical parameter: its full name, its tensor and the names of its axes, output axis first.
 
-    With a `place`, `tensor` is this rank's part of it.
+    With a `place`, `tensor` is this rank's part of it. Its gradient may be of another dtype.
     """
 
     name: str
     tensor: Tensor
     axes: tuple[str, ...]
     place: Place | None = None
+    storage: Storage = Storage()
 
     def __post_init__(self) -> None:
         if self.tensor.dim() != len(self.axes):

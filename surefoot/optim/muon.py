@@ -19,6 +19,7 @@ from surefoot.optim.adamw import AdamW, refuse_betas
 from surefoot.optim.base import Group, Optimizer, OptimizerConfig, Param, gradients_of
 from surefoot.optim.exchange import AXES, Exchange
 from surefoot.optim.groups import describe, split_by_role
+from surefoot.optim.narrow import Keeper, is_narrow, widened
 
 # Jordan et al. (2024): steepest at 0, so that five iterations bring singular values from 1e-2 to within 0.7..1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -56,11 +57,12 @@ class MuonConfig(OptimizerConfig):
 @dataclass(frozen=True)
 class _Slot:
     param: Param
+    keeper: Keeper
     momentum: Tensor
 
 
 class Muon(Optimizer):
-    """See `MuonConfig`; the state of a matrix is its `momentum`, of any other parameter AdamW's."""
+    """See `MuonConfig`; the state of a matrix is its `momentum` and what `optim.narrow` keeps, of any other parameter AdamW's."""
 
     def __init__(self, config: MuonConfig, params: Sequence[Param]) -> None:
         split = split_by_role(params)
@@ -75,7 +77,10 @@ class Muon(Optimizer):
                     param.name,
                     f"has axes {param.axes}; Muon takes (output, input) or (experts, output, input): use AdamW",
                 )
-        self._slots = [_Slot(param, torch.zeros_like(param.tensor.detach())) for param in matrices]
+        keepers = [Keeper(param) for param in matrices]
+        self._slots = [
+            _Slot(param, keeper, keeper.new_moment()) for param, keeper in zip(matrices, keepers, strict=True)
+        ]
         self._stacks = [[self._slots[index] for index in stack] for stack in _stacks([s.momentum for s in self._slots])]
         self._exchange = _exchange(self._slots)
 
@@ -94,9 +99,19 @@ class Muon(Optimizer):
 
     def _blend(self, slots: Sequence[_Slot]) -> list[Tensor]:
         """Advance the momenta; what is to be orthogonalised (Nesterov)."""
-        momenta, gradients = [slot.momentum for slot in slots], gradients_of(slot.param for slot in slots)
+        for slot in slots:
+            slot.keeper.begin()
+        momenta = [widened(slot.momentum) for slot in slots]  # a copy only where it is narrow
+        gradients = [
+            gradient.to(momentum.dtype)
+            for gradient, momentum in zip(gradients_of(slot.param for slot in slots), momenta, strict=True)
+        ]
         torch._foreach_lerp_(momenta, gradients, 1 - self._config.momentum)
-        return list(torch._foreach_lerp(gradients, momenta, self._config.momentum))
+        blended = list(torch._foreach_lerp(gradients, momenta, self._config.momentum))
+        for slot, momentum in zip(slots, momenta, strict=True):
+            for rows in slot.keeper.pieces() if is_narrow(slot.momentum) else ():
+                slot.keeper.write_moment(slot.momentum, rows, momentum[rows], "momentum")
+        return blended
 
     def _orthogonal(self, matrices: list[Tensor]) -> list[Tensor]:
         """The update of each whole matrix, those of one shape together."""
@@ -118,10 +133,17 @@ class Muon(Optimizer):
 
     def _move(self, slots: Sequence[_Slot], lr: float, updates: Sequence[Tensor]) -> None:
         """Decay and update the weights."""
-        if self._config.weight_decay:
-            torch._foreach_mul_([slot.param.tensor for slot in slots], 1 - lr * self._config.weight_decay)
+        kept = 1 - lr * self._config.weight_decay
+        wide = [slot.param.tensor for slot in slots if not is_narrow(slot.param.tensor)]
+        if kept != 1 and wide:
+            torch._foreach_mul_(wide, kept)
         for slot, update in zip(slots, updates, strict=True):
-            slot.param.tensor.add_(update, alpha=-lr * self._size(slot.param.shape))
+            rate = -lr * self._size(slot.param.shape)
+            if not is_narrow(slot.param.tensor):
+                slot.param.tensor.add_(update, alpha=rate)
+                continue
+            for rows in slot.keeper.pieces():
+                slot.keeper.write(rows, slot.keeper.read(rows).mul_(kept).add_(update[rows], alpha=rate))
 
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
@@ -135,7 +157,8 @@ class Muon(Optimizer):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Optimizer.state`."""
-        return {slot.param.name: {"momentum": slot.momentum} for slot in self._slots} | self._rest.state()
+        own = {slot.param.name: {"momentum": slot.momentum} | slot.keeper.state for slot in self._slots}
+        return own | self._rest.state()
 
     def _size(self, shape: tuple[int, ...]) -> float:
         num_outputs, num_inputs = shape[-2:]

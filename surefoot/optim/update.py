@@ -70,10 +70,10 @@ class UpdateMeter:
 
 
 def _sample(tensor: Tensor, num_entries: int) -> Tensor:
-    """At most `num_entries` entries of `tensor`, a view where it is contiguous."""
+    """At most `num_entries` entries of `tensor`, in at least fp32; a view where it can be."""
     flat = tensor.detach().reshape(-1)
     stride = max(1, -(-flat.numel() // num_entries))
     # A stride that shares a factor with the rows' length would see the same few columns of every row.
     while stride > 1 and tensor.dim() > 1 and math.gcd(stride, tensor.shape[-1]) > 1:
         stride += 1
-    return flat[::stride]
+    return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))

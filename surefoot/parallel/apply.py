@@ -82,6 +82,7 @@ class Laid:
     copies: Copies | None
     recomputation: Recomputation | None
     meter: Meter | None
+    precision: PrecisionConfig
 
     @property
     def locals(self) -> list[Local]:
@@ -143,6 +144,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: Pr
             "model.ahead_weight=0",
         )
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
+    shard.check(plan, precision)
     chunks = 2 * plan.context if plan.context > 1 else 1
     swap.check(
         _named_layers(model),
@@ -166,9 +168,13 @@ def lay_out(
     seed: int,
     precision: PrecisionConfig = DEFAULT,
 ) -> Laid:
-    """Build, cut, shard and initialise a model, weights in `dtype`; every rank of the mesh calls it at the same time."""
+    """Build, cut, shard and initialise a model, weights in `dtype` unless `precision` says
+    narrower; every rank of the mesh calls it at the same time."""
     with torch.device("meta"):
         model = config.build().to(dtype)
+    if dtype is not precision.weight_dtype:  # asked for by the caller: what is not narrow is of it
+        precision = precision.model_copy(update={"compute": "fp64" if dtype is torch.float64 else "fp32"})
+    precision.retype(model)
     layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
     bounds = pipeline.bounds_of(model, plan.num_stages, sequence_length)
@@ -191,9 +197,9 @@ def lay_out(
     modules: Sequence[Decoder | Stage] = stages or [model]
     recomputation = recompute(plan.recompute, modules)
     for module in modules:
-        shard.wrap(plan, module, mesh, device)
+        shard.wrap(plan, module, mesh, device, precision)
         materialise(module, device)
-    data_parallel = shard.data_parallel(plan, modules, mesh, layouts)
+    data_parallel = shard.data_parallel(plan, modules, mesh, layouts, precision)
     with torch.no_grad():
         for local in data_parallel.everything:
             distribution, shape = initial[local.name]
@@ -201,10 +207,10 @@ def lay_out(
             local.part.copy_(full[local.layout.box(mesh.grid, mesh.coordinates).slices])
     data_parallel.after_step()
     if not stages:
-        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation, meter)
+        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation, meter, precision)
     passes = Pipeline(plan, stages, mesh, config.stream_width, device)
     copies = Copies(plan, mesh, data_parallel) if config.tied else None
-    return Laid(model, mesh, data_parallel, passes, copies, recomputation, meter)
+    return Laid(model, mesh, data_parallel, passes, copies, recomputation, meter, precision)
 
 
 def _named_layers(model: Decoder) -> list[tuple[str, nn.Module]]:

@@ -32,7 +32,8 @@ class Copies:
         gradient = None if self._copy is None else _gradient(self._copy)
         if self._copy is not None:
             self._copy.grad = None
-        moved = self._move(gradient, self._owner, self._copy_rank, self._owner_rank)
+        dtype = None if self._owner is None else self._owner.grad_dtype
+        moved = self._move(gradient, self._owner, self._copy_rank, self._owner_rank, dtype)
         if self._owner is not None and moved is not None:
             self._owner.grad = _gradient(self._owner) + moved
 
@@ -43,18 +44,20 @@ class Copies:
         if self._copy is not None and moved is not None:
             self._copy.copy_(moved)
 
-    def _move(self, sent: Tensor | None, like: Tensor | None, source: int, target: int) -> Tensor | None:
+    def _move(
+        self, sent: Tensor | None, like: Tensor | None, source: int, target: int, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
         """What `source` sends, on `target`."""
         if source == target:
             return sent
         if self._here == source and sent is not None:
             dist.send(sent.contiguous(), group=self._group, group_dst=target)
         if self._here == target and like is not None:
-            received = torch.empty_like(like, memory_format=torch.contiguous_format)
+            received = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
             dist.recv(received, group=self._group, group_src=source)
             return received
         return None
 
 
 def _gradient(part: Tensor) -> Tensor:
-    return torch.zeros_like(part) if part.grad is None else part.grad
+    return torch.zeros_like(part, dtype=part.grad_dtype) if part.grad is None else part.grad

@@ -6,6 +6,9 @@ samples or another part of the sequence. What differs is what each rank keeps:
     replicated   weights, gradients, state                      DDP (Li et al., 2020)
     ZeRO-1       weights, gradients; its part of the state      (Rajbhandari et al., 2020)
     ZeRO-2, 3    FSDP2: its part of all three; weights are gathered for a pass (2) or for a layer (3)
+
+Weights and gradients may be of different numbers by role (`precision.policy.Types`); what travels together is of one. A unit of
+FSDP2 can hold one kind: its largest. The others of a unit are kept as under ZeRO-1.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from surefoot.blocks.base import Experts
+from surefoot.blocks.base import Block, Experts
+from surefoot.config import ConfigError
 from surefoot.dist.collectives import gather_flat, reduce_scatter_flat, sum_all_
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import Grid, Mesh
@@ -30,6 +35,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import named_weights
 from surefoot.parallel.pipeline import Stage
 from surefoot.parallel.plan import Plan
+from surefoot.precision.policy import DEFAULT, PrecisionConfig, Types
 
 REPLICAS = ("replicate",)
 SHARDS = ("shard", "expert", "context")
@@ -55,6 +61,7 @@ class Local:
     layout: Layout
     weight: nn.Parameter
     part: Tensor
+    types: Types
 
 
 class DataParallel(ABC):
@@ -63,7 +70,13 @@ class DataParallel(ABC):
     `copies` are weights that another stage owns: treated like the others, but no optimizer moves them.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        precision: PrecisionConfig = DEFAULT,
+    ) -> None:
         self.mesh, self.modules = mesh, modules
         self.locals: list[Local] = []
         self.copies: list[Local] = []
@@ -71,7 +84,8 @@ class DataParallel(ABC):
             owners = module.copies if isinstance(module, Stage) else {}
             for name, block, weight in named_weights(module):
                 owner = owners.get(name, name)
-                local = self._local(owner, getattr(block, weight), block.axes[weight], layouts[owner])
+                axes = block.axes[weight]
+                local = self._local(owner, getattr(block, weight), axes, layouts[owner], precision.types_of(axes))
                 (self.copies if name in owners else self.locals).append(local)
 
     @property
@@ -80,7 +94,7 @@ class DataParallel(ABC):
         return [*self.locals, *self.copies]
 
     @abstractmethod
-    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
+    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types) -> Local:
         """The weight as this strategy keeps it."""
 
     def before_backward(self, *, is_last: bool) -> None:  # noqa: B027 - most have nothing to do here
@@ -106,43 +120,89 @@ class DataParallel(ABC):
 class Replicated(DataParallel):
     """Every rank keeps everything; also what one process is."""
 
-    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        return Local(name, axes, layout, layout, weight, weight)
+    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types) -> Local:
+        weight.grad_dtype = types.accumulate
+        return Local(name, axes, layout, layout, weight, weight, types)
 
     def reduce(self) -> None:
         """One sum over all data ranks."""
-        gradients = [local.part.grad for local in self.everything if local.part.grad is not None]
-        sum_all_(gradients, self.mesh.group(*REPLICAS, *SHARDS))
+        _sum_gradients(self.everything, self.mesh.group(*REPLICAS, *SHARDS))
         self._sum_over_tensor_ranks()
 
 
 class Zero1(DataParallel):
     """Weights and gradients whole, optimizer state and update cut along the first dimension."""
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
-        super().__init__(modules, mesh, layouts)
-        self._families = [
-            _Family(mesh, axes, [local.weight for local in members], [local.part for local in members])
-            for axes, members in _by_shards(self.everything).items()
-        ]
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        precision: PrecisionConfig = DEFAULT,
+    ) -> None:
+        super().__init__(modules, mesh, layouts, precision)
+        self._families = _Families(mesh, self.everything)
 
-    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        shards = shards_of(layout)
-        part = weight.detach()[_rows_of(weight, self.mesh.size(*shards))[self.mesh.index(*shards)]]
-        return Local(name, axes, layout, layout.split(0, *shards), weight, part)
+    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types) -> Local:
+        return _with_part(self.mesh, name, weight, axes, layout, types)
+
+    def reduce(self) -> None:
+        """Sum over replicas, then each rank receives the sums of its parts: one reduce-scatter of all weights cut alike."""
+        self._families.reduce()
+        self._sum_over_tensor_ranks()
+
+    def after_step(self) -> None:
+        """One all-gather of all parts cut alike."""
+        self._families.gather()
+
+
+def _with_part(
+    mesh: Mesh, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types
+) -> Local:
+    """A weight that is whole, of which this rank's optimizer moves some rows."""
+    shards = shards_of(layout)
+    part = weight.detach()[_rows_of(weight, mesh.size(*shards))[mesh.index(*shards)]]
+    weight.grad_dtype = part.grad_dtype = types.accumulate
+    return Local(name, axes, layout, layout.split(0, *shards), weight, part, types)
+
+
+def _sum_gradients(members: Iterable[Local], group: ProcessGroup | None) -> None:
+    """Gradients of whole weights over ranks, in the numbers of their roles."""
+    narrow: list[tuple[Tensor, Tensor]] = []
+    gradients: list[Tensor] = []
+    for local in members:
+        found = local.weight.grad
+        if found is None or group is None:
+            continue
+        sent = found.to(local.types.reduce)
+        gradients.append(sent)
+        if sent is not found:
+            narrow.append((found, sent))
+    sum_all_(gradients, group)
+    for found, sent in narrow:
+        found.copy_(sent)
+
+
+class _Families:
+    """Whole weights by what travels together."""
+
+    def __init__(self, mesh: Mesh, members: Sequence[Local]) -> None:
+        self._members, self._replicas = members, mesh.group(*REPLICAS)
+        self._families = [
+            _Family(mesh, axes, types, [local.weight for local in alike], [local.part for local in alike])
+            for (axes, types), alike in _by_shards(members).items()
+        ]
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum over replicas, then each rank receives the sums of its parts: one reduce-scatter of all weights cut alike."""
-        gradients = [local.weight.grad for local in self.everything]
-        sum_all_([gradient for gradient in gradients if gradient is not None], self.mesh.group(*REPLICAS))
+        """Sums of gradients to the parts."""
+        _sum_gradients(self._members, self._replicas)
         for family in self._families:
             family.reduce()
-        self._sum_over_tensor_ranks()
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """One all-gather of all parts cut alike."""
+    def gather(self) -> None:
+        """Parts to whole weights."""
         for family in self._families:
             family.gather()
 
@@ -151,8 +211,10 @@ class _Family:
     """Weights whose rows are shared out over the same ranks, which travel together: of each every rank's rows, and the numbers
     in the largest part, to which what travels is padded."""
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], weights: list[nn.Parameter], parts: list[Tensor]) -> None:
-        self.weights, self.parts = weights, parts
+    def __init__(
+        self, mesh: Mesh, axes: tuple[str, ...], types: Types, weights: list[nn.Parameter], parts: list[Tensor]
+    ) -> None:
+        self.weights, self.parts, self.types = weights, parts, types
         self.group, self.num_ranks = mesh.group(*axes), mesh.size(*axes)
         self.rows = [_rows_of(weight, self.num_ranks) for weight in weights]
         self.runs = [
@@ -163,7 +225,7 @@ class _Family:
         """Sums of gradients to the parts."""
         if self.num_ranks == 1:  # experts that no other rank holds: a part is all of the weight
             for weight, part in zip(self.weights, self.parts, strict=True):
-                part.grad, weight.grad = torch.zeros_like(part) if weight.grad is None else weight.grad, None
+                part.grad, weight.grad = self._gradient(weight), None
             return
         by_rank = torch.cat(
             [self._by_rank(weight, run) for weight, run in zip(self.weights, self.runs, strict=True)], 1
@@ -171,7 +233,7 @@ class _Family:
         own = by_rank.new_empty(by_rank.shape[1])
         reduce_scatter_flat(own, by_rank.flatten(), group=self.group)
         for weight, part, piece in zip(self.weights, self.parts, own.split(self.runs), strict=True):
-            part.grad = piece[: part.numel()].view_as(part)
+            part.grad = piece[: part.numel()].view_as(part).to(self.types.accumulate)
             weight.grad = None
 
     def gather(self) -> None:
@@ -186,18 +248,21 @@ class _Family:
                 target = weight.detach()[cut]
                 target.copy_(run[: target.numel()].view_as(target))
 
+    def _gradient(self, weight: Tensor) -> Tensor:
+        return torch.zeros_like(weight, dtype=self.types.accumulate) if weight.grad is None else weight.grad
+
     def _by_rank(self, weight: Tensor, run: int) -> Tensor:
         """The gradient as one row for each rank, the last ones padded."""
-        flat = (torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1)
+        flat = self._gradient(weight).reshape(-1).to(self.types.reduce)
         return _padded(flat, self.num_ranks * run).view(self.num_ranks, run)
 
 
-def _by_shards(members: Iterable[Local]) -> dict[tuple[str, ...], list[Local]]:
-    """Weights by the axes over which they are shared out, in an order that all ranks share."""
-    found: dict[tuple[str, ...], list[Local]] = {}
+def _by_shards(members: Iterable[Local]) -> dict[tuple[tuple[str, ...], Types], list[Local]]:
+    """Weights by the axes over which they are shared out and by their numbers, in an order that all ranks share."""
+    found: dict[tuple[tuple[str, ...], Types], list[Local]] = {}
     for local in members:
         # ZeRO-1's own cut of a part is the last; what cut the weight before it decides.
-        found.setdefault(shards_of(local.computed), []).append(local)
+        found.setdefault((shards_of(local.computed), local.types), []).append(local)
     return found
 
 
@@ -211,8 +276,25 @@ class FullySharded(DataParallel):
     """FSDP2 (Zhao et al., 2023) over the data ranks, one unit a layer and one for what surrounds them; under expert
     parallelism also one for each layer's experts, over the ranks that hold the same ones."""
 
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: Mesh,
+        layouts: Mapping[str, Layout],
+        precision: PrecisionConfig = DEFAULT,
+    ) -> None:
+        super().__init__(modules, mesh, layouts, precision)
+        self._families = _Families(mesh, [local for local in self.everything if not isinstance(local.weight, DTensor)])
+
     @staticmethod
-    def wrap(module: Decoder | Stage, mesh: Mesh, *, device_type: str, reshard_after_forward: bool | int) -> None:
+    def wrap(
+        module: Decoder | Stage,
+        mesh: Mesh,
+        precision: PrecisionConfig,
+        *,
+        device_type: str,
+        reshard_after_forward: bool | int,
+    ) -> None:
         """Make FSDP2 units of a model or stage that may still be on meta."""
         replicas = (REPLICAS,) if mesh.size(*REPLICAS) > 1 else ()
         data_mesh = mesh.device_mesh(device_type, *replicas, SHARDS)
@@ -226,18 +308,38 @@ class FullySharded(DataParallel):
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
         )
-        for unit, device_mesh in units:
-            fully_shard(unit, mesh=device_mesh, reshard_after_forward=unit is not module and reshard_after_forward)
+        # Before the first is wrapped: wrapping replaces weights.
+        kinds = _types_by_weight(module, precision)
+        kept: list[Types | None] = []
+        met: set[nn.Parameter] = set()
+        ignored: set[nn.Parameter] = set()
+        for unit, _ in units:
+            own = set(unit.parameters()) - met
+            met |= own
+            kept.append(_largest_kind([(weight, kinds[weight]) for weight in own]))
+            ignored |= {weight for weight in own if kinds[weight] != kept[-1]}
+        for (unit, device_mesh), types in zip(units, kept, strict=True):
+            fully_shard(
+                unit,
+                mesh=device_mesh,
+                reshard_after_forward=unit is not module and reshard_after_forward,
+                ignored_params=ignored,
+            )
             assert isinstance(unit, FSDPModule)
+            if types is not None and precision.is_narrow:
+                unit.register_forward_pre_hook(_AddsUpIn(types.accumulate))
             # The loss is divided by the step's tokens before backward: ranks add up. gloo has no scaled sum.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         if isinstance(module, Decoder):
             register_fsdp_forward_method(module, "loss")
 
-    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout) -> Local:
-        assert isinstance(weight, DTensor)
-        return Local(name, axes, layout, layout.split(0, *shards_of(layout)), weight, weight.to_local().detach())
+    def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types) -> Local:
+        if not isinstance(weight, DTensor):
+            return _with_part(self.mesh, name, weight, axes, layout, types)
+        part = weight.to_local().detach()
+        weight.grad_dtype = part.grad_dtype = types.accumulate
+        return Local(name, axes, layout, layout.split(0, *shards_of(layout)), weight, part, types)
 
     def before_backward(self, *, is_last: bool) -> None:
         """Gradients stay whole until the last micro-batch, then are reduced as backward goes."""
@@ -248,9 +350,11 @@ class FullySharded(DataParallel):
     def reduce(self) -> None:
         """Backward has summed over the data ranks; what is left is to hand the parts their gradients."""
         for local in self.everything:
-            gradient = local.weight.grad
-            local.part.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
-            local.weight.grad = None
+            if isinstance(local.weight, DTensor):
+                gradient = local.weight.grad
+                local.part.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
+                local.weight.grad = None
+        self._families.reduce()
         self._sum_over_tensor_ranks()
 
     def after_step(self) -> None:
@@ -259,20 +363,72 @@ class FullySharded(DataParallel):
             for unit in module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()
+        self._families.gather()
 
 
-def wrap(plan: Plan, module: Decoder | Stage, mesh: Mesh, device: torch.device) -> None:
+class _AddsUpIn:
+    """Before a unit's forward pass, when FSDP2 has gathered its weights: their gradients are of this dtype, until they reach the
+    parts. FSDP2 by itself would bring them to the weights' own dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, unit: nn.Module, _arguments: object) -> None:
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        # torch 2.13 has several groups a unit, earlier versions one.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            group._orig_dtype = self.dtype
+            for one in group.fsdp_params:
+                one.unsharded_param.grad_dtype = self.dtype
+
+
+def _types_by_weight(module: nn.Module, precision: PrecisionConfig) -> dict[nn.Parameter, Types]:
+    return {
+        getattr(block, name): precision.types_of(axes)
+        for block in module.modules()
+        if isinstance(block, Block)
+        for name, axes in block.axes.items()
+    }
+
+
+def _largest_kind(weights: Sequence[tuple[nn.Parameter, Types]]) -> Types | None:
+    """The types that most numbers of a unit have; None where it has no weights."""
+    sizes: dict[Types, int] = {}
+    for weight, types in weights:
+        sizes[types] = sizes.get(types, 0) + weight.numel()
+    return max(sizes, key=sizes.__getitem__) if sizes else None
+
+
+def check(plan: Plan, precision: PrecisionConfig) -> None:
+    """`ConfigError` where FSDP2 would add up otherwise than asked for."""
+    if plan.is_fully_sharded and precision.reduce is not None and precision.accumulate is None:
+        raise ConfigError(
+            "precision.reduce",
+            precision.reduce,
+            f"with plan.zero={plan.zero} makes micro-batches add up in it too; say so by precision.accumulate=bf16, or use "
+            "plan.zero=1",
+        )
+
+
+def wrap(plan: Plan, module: Decoder | Stage, mesh: Mesh, device: torch.device, precision: PrecisionConfig) -> None:
     """What a strategy does to a model or stage before its weights have memory."""
     if plan.is_fully_sharded:
         reshard = (plan.reshard or True) if plan.keeps_weights_cut else False
-        FullySharded.wrap(module, mesh, device_type=device.type, reshard_after_forward=reshard)
+        FullySharded.wrap(module, mesh, precision, device_type=device.type, reshard_after_forward=reshard)
 
 
-def data_parallel(plan: Plan, modules: Sequence[nn.Module], mesh: Mesh, layouts: Mapping[str, Layout]) -> DataParallel:
+def data_parallel(
+    plan: Plan,
+    modules: Sequence[nn.Module],
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
+    precision: PrecisionConfig = DEFAULT,
+) -> DataParallel:
     """The plan's strategy over what a rank holds, whose weights have memory."""
     if plan.is_fully_sharded:
-        return FullySharded(modules, mesh, layouts)
-    return (Zero1 if plan.is_sharded else Replicated)(modules, mesh, layouts)
+        return FullySharded(modules, mesh, layouts, precision)
+    return (Zero1 if plan.is_sharded else Replicated)(modules, mesh, layouts, precision)
 
 
 def _padded(flat: Tensor, length: int) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from surefoot.blocks.base import Block, FeedForward, Mixer
 from surefoot.blocks.embedding import Embedding
@@ -27,6 +26,7 @@ from surefoot.dist.collectives import gather, max_, reduce_scatter, sum_
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import Mesh
 from surefoot.models.initialise import named_weights
+from surefoot.ops.lookup import lookup
 from surefoot.ops.loss import LossSums, VocabularyPart, linear_cross_entropy
 
 CUT = frozenset({"heads", "kv_heads", "per_head", "norm_heads", "ffn", "vocab"})
@@ -126,7 +126,7 @@ class _Lookup:
     def __call__(self, tokens_BL: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
         own_BL = tokens_BL - self.start
         is_here_BL = (own_BL >= 0) & (own_BL < weight_VD.shape[0])
-        x_BLD = F.embedding(own_BL.clamp(0, weight_VD.shape[0] - 1), weight_VD).to(dtype)
+        x_BLD = lookup(own_BL.clamp(0, weight_VD.shape[0] - 1), weight_VD, dtype)
         # One rank has the row and the others add zeros, so the sum is exact in any dtype.
         return reduce_scatter(torch.where(is_here_BL[..., None], x_BLD, 0), _SEQUENCE, self.group)
 

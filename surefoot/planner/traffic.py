@@ -111,7 +111,10 @@ def traffic(
     plan: Plan, model: DecoderConfig, optim: OptimizerConfig, work: Workload, rank: int = 0
 ) -> dict[Flow, float]:
     """Bytes that `rank` sends in a step. What ranks tell each other of their batches, of the record and of
-    routers' choices (losses of a whole step, limited room) is left out."""
+    routers' choices (losses of a whole step, limited room) is left out.
+
+    All weights are in one dtype: for runs with narrow ones (`precision.parameters`, `reduce`) this is an upper bound.
+    """
     step = _step(plan, build_meta(model), work, rank)
     _data(step)
     _tensor(step)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from surefoot.blocks.base import Exact
-from surefoot.ops.autograd import apply, is_again
+from surefoot.ops.autograd import apply, gradient_dtype, is_again
 from surefoot.ops.grouped import outer_products, products
 from surefoot.ops.matmul import mm
 from surefoot.precision.formats import Tile, amax_of, quantise, scale_in_two_levels, scale_of
@@ -225,7 +225,7 @@ class _Linear(torch.autograd.Function):
             None,
             None,
             grad_x,
-            *(mm(grad.t(), x_NI, weight.dtype) for grad, weight in zip(grads_NO, weights_OI, strict=True)),
+            *(mm(grad.t(), x_NI, gradient_dtype(weight)) for grad, weight in zip(grads_NO, weights_OI, strict=True)),
         )
 
 

@@ -80,6 +80,7 @@ def gather(
         | {"peak_flops": peak[0], "peak_source": peak[1]},
         "configuration": fingerprint(run),
         "data": dataset.facts(),
+        "precision": {"compute": run.precision.compute, "weights": run.precision.describe()},
         "parameters": count_parameters(model),
         "flops_per_token": flops_per_token(model, run.data.sequence_length),
         "mfu": "flops_per_token.causal x tokens a second / device.peak_flops",

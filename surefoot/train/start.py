@@ -26,8 +26,9 @@ def write_start(folder: RunFolder, run: Run, weights: Mapping[str, Tensor]) -> P
     cpu = torch.device("cpu")
     with torch.device("meta"):
         model = run.model.build().to(run.precision.weight_dtype)
+    run.precision.retype(model)
     materialise(model, cpu)
-    params, states = named_params(model), states_of(model)
+    params, states = named_params(model, run.precision), states_of(model)
     for param in params + states:
         param.tensor.detach().copy_(weights[param.name])
     torch.manual_seed(run.train.seed)

@@ -19,8 +19,9 @@ from surefoot.dist.layout import Box, Layout, Place
 from surefoot.dist.mesh import AXES, Mesh
 from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import materialise, named_states, named_weights
-from surefoot.optim.base import Optimizer, Param
+from surefoot.optim.base import Optimizer, Param, Storage
 from surefoot.parallel.apply import Laid
+from surefoot.precision.policy import DEFAULT, PrecisionConfig
 from surefoot.train.agree import Ranks, StepFacts
 from surefoot.train.run import Run, effect_of_change
 
@@ -50,9 +51,18 @@ class Progress:
         self.token_hash = hashlib.sha256((self.token_hash + facts.digest).encode()).hexdigest()
 
 
-def named_params(model: Decoder) -> list[Param]:
+def named_params(model: Decoder, precision: PrecisionConfig = DEFAULT) -> list[Param]:
     """Every logical weight of a whole model with its name and axes."""
-    return [Param(full_name, getattr(block, name), block.axes[name]) for full_name, block, name in named_weights(model)]
+    return [
+        Param(full_name, getattr(block, name), axes, storage=_storage(axes, precision))
+        for full_name, block, name in named_weights(model)
+        for axes in [block.axes[name]]
+    ]
+
+
+def _storage(axes: tuple[str, ...], precision: PrecisionConfig) -> Storage:
+    types = precision.types_of(axes)
+    return Storage(types.rounding, types.optimizer_state) if precision.is_narrow else Storage()
 
 
 def states_of(model: Decoder, mesh: Mesh | None = None) -> list[Param]:
@@ -67,7 +77,10 @@ def states_of(model: Decoder, mesh: Mesh | None = None) -> list[Param]:
 
 def laid_params(laid: Laid) -> list[Param]:
     """Every logical weight of a laid-out model, with this rank's part of it."""
-    return [Param(local.name, local.part, local.axes, Place(local.layout, laid.mesh)) for local in laid.locals]
+    return [
+        Param(local.name, local.part, local.axes, Place(local.layout, laid.mesh), _storage(local.axes, laid.precision))
+        for local in laid.locals
+    ]
 
 
 def parts_of(params: list[Param], optimizer: Optimizer, ranks: Ranks) -> dict[str, Part]:
@@ -134,6 +147,7 @@ def load_model(run: Run, checkpoint: Checkpoint, device: torch.device) -> Decode
     """The model of a run with a checkpoint's weights."""
     with torch.device("meta"):
         model = run.model.build().to(run.precision.weight_dtype)
+    run.precision.retype(model)
     materialise(model, device)
     params = named_params(model) + states_of(model)
     _refuse_other_weights(checkpoint, {param.name for param in params})

@@ -148,6 +148,9 @@ class Trainer:
             )
         if self.device.type == "cpu" and self.dtype is torch.bfloat16 and library() is None:
             self._say(f"elementwise passes are {status()}, which is slower")
+        if self.run.precision.is_narrow:
+            for roles, words in self.run.precision.describe().items():
+                self._say(f"  {roles}: {words}")
         for group in self.facts["optimizer"]:
             self._say(f"  {Group(**group)}")
         self._say(f"first batch: {self._first_words()!r}")

@@ -10,7 +10,7 @@ from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import ConfigError
 from surefoot.models.decoder import DecoderConfig
-from surefoot.precision.policy import PrecisionConfig, weight_role
+from surefoot.precision.policy import PrecisionConfig, Types, weight_role
 from surefoot.precision.swap import quantised
 
 
@@ -26,6 +26,11 @@ from surefoot.precision.swap import quantised
         ({"products": "blockwise", "tile": 24}, ("tile: 24", "multiple of 16")),
         ({"products": "fp8"}, ("products: 'fp8'", "'rowwise'")),
         ({"products": "rowwise", "keep_layers": (-1,)}, ("keep_layers: -1",)),
+        ({"rounding": "kahan"}, ("rounding: 'kahan'", "parameters=bf16")),
+        ({"accumulate": "bf16"}, ("accumulate: 'bf16'", "reduce=bf16")),
+        ({"narrow_roles": ("vocabulary",)}, ("narrow_roles", "drop it")),
+        ({"parameters": "bf16", "narrow_roles": ()}, ("narrow_roles", "at least one")),
+        ({"parameters": "bf16", "narrow_roles": ("matrix", "matrix")}, ("narrow_roles", "once")),
     ],
 )
 def test_what_has_no_effect_is_refused(values: dict[str, object], words: tuple[str, ...]) -> None:
@@ -62,3 +67,17 @@ def test_roles_follow_from_axes() -> None:
     assert weight_role(("per_head", "embed")) == weight_role(("kv_heads", "taps")) == "state"
     assert weight_role(("kv_heads", "rank")) == weight_role(("streams", "embed")) == "state"
     assert weight_role(("experts", "ffn", "embed")) == weight_role(("heads", "embed")) == "matrix"
+
+
+def test_high_roles_stay_high_unless_named() -> None:
+    asked = {"parameters": "bf16", "reduce": "bf16", "accumulate": "bf16", "optimizer_state": "bf16"}
+    wide, narrow = torch.float32, torch.bfloat16
+    config = PrecisionConfig(**asked)
+    assert config.types("matrix") == Types(narrow, narrow, narrow, narrow, "stochastic")
+    for role in ("vocabulary", "router", "state", "vector"):
+        assert config.types(role) == Types(wide, wide, wide, wide)
+    named = PrecisionConfig(**asked, narrow_roles=("vocabulary",))
+    assert named.types("matrix") == Types(wide, wide, wide, wide)
+    assert named.types("vocabulary").parameters is narrow
+    assert not PrecisionConfig().is_narrow
+    assert config.in_wide("fp64") == PrecisionConfig(compute="fp64")
