@@ -39,7 +39,7 @@ from surefoot.train.step import micro_batches, take_step
 Numbers = Literal["bf16"] | Name
 FORMATS: tuple[Numbers, ...] = ("bf16", *get_args(Name))
 
-WARM_UP, STEPS, SEEDS, BATCH, SAMPLES = 10, 4, 3, 16, 4
+WARM_UP, STEPS, SEEDS, BATCH, SAMPLES = 10, 4, 3, 8, 4
 """Steps before, steps of each format, seeds; samples a step, at most, and of the pass whose products are looked into."""
 
 TOO_SATURATED, TOO_UNDERFLOWED, TOO_FAR = 1e-3, 0.2, 1.5
