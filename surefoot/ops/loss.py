@@ -15,13 +15,14 @@ from torch import Tensor
 
 from surefoot.ops.autograd import apply, gradient_dtype
 from surefoot.ops.matmul import mm, widens_bf16
+from surefoot.ops.native import calls
 
 IGNORED = -100
 """The target of a position at which nothing is to be predicted."""
 
-_CHUNK_BYTES, _BLOCK_BYTES = 1 << 24, 1 << 22
-"""Logits held at once, and of a product that is added to the weight gradient. Small chunks lose: each reads and writes the
-whole weight gradient again."""
+_CHUNK_BYTES, _BLOCK_BYTES = 1 << 25, 1 << 22
+"""Logits held at once in fp32 (compiled passes hold them in bf16 alone), and of a product that is added to the weight gradient.
+Small chunks lose: each reads and writes the whole weight gradient again."""
 
 
 class LossSums(NamedTuple):
@@ -73,31 +74,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_exact = x_TD.dtype is wide or widens_bf16(x_TD.device)
         for start in range(0, x_TD.shape[0], rows):
             x_CD, targets_C = x_TD[start : start + rows], targets_T[start : start + rows]
-            valid_C = (targets_C != IGNORED).to(wide)
             logits_CV, narrow_CV = wide_CV[: len(x_CD)], as_x_CV[: len(x_CD)]
+            found = None
             if is_exact:
                 mm(x_CD, narrow_VD.t(), wide, out=logits_CV)
             else:
-                logits_CV.copy_(mm(x_CD, narrow_VD.t(), x_TD.dtype, out=narrow_CV))
-            slope_CV = None
-            if softcap is not None:
-                logits_CV = logits_CV.div_(softcap).tanh_()
-                slope_CV = 1 - logits_CV.square() if is_training else None
-                logits_CV = logits_CV.mul_(softcap)
-            weights_CV, total_C1, top_C1, picked_C, safe_C1, here_C = _shares(logits_CV, targets_C, valid_C, part)
-            log_total_C = (total_C1.log() + top_C1)[:, 0]
-            nll += ((log_total_C - picked_C) * valid_C).sum()
-            z += (log_total_C.square() * valid_C).sum()
-            if grad_x_TD is None or grad_VD is None:
-                continue
-            # d(nll + z_weight z)/dlogits = p (1 + 2 z_weight log Z) - onehot, zero where nothing is predicted
-            scale_C = valid_C * (1 + 2 * z_weight * log_total_C)
-            grad_CV = weights_CV.mul_(scale_C[:, None] / total_C1).scatter_add_(1, safe_C1, -here_C[:, None])
-            if slope_CV is not None:
-                grad_CV *= slope_CV
-            narrow_CV = narrow_CV.copy_(grad_CV) if narrow_CV.dtype is not wide else grad_CV
-            grad_x_TD[start : start + rows] = mm(narrow_CV, narrow_VD, x_TD.dtype)
-            _add_product(grad_VD, narrow_CV, x_CD, product_WD)
+                mm(x_CD, narrow_VD.t(), x_TD.dtype, out=narrow_CV)
+                if part is None and softcap is None:
+                    found = calls.cross_entropy(narrow_CV, targets_C, z_weight, writes=is_training)
+            if found is not None:
+                nll += found[0].sum()
+                z += found[1].square().sum()
+            else:
+                if not is_exact:
+                    logits_CV.copy_(narrow_CV)
+                chunk_nll, chunk_z, grad_CV = _by_passes(
+                    logits_CV, targets_C, z_weight, part, softcap, is_training=is_training
+                )
+                nll += chunk_nll
+                z += chunk_z
+                if grad_CV is not None:
+                    narrow_CV = grad_CV if narrow_CV.dtype is wide else narrow_CV.copy_(grad_CV)
+            if grad_x_TD is not None and grad_VD is not None:
+                grad_x_TD[start : start + rows] = mm(narrow_CV, narrow_VD, x_TD.dtype)
+                _add_product(grad_VD, narrow_CV, x_CD, product_WD)
         if is_training:
             ctx.save_for_backward(grad_x_TD, grad_VD)
         ctx.mark_non_differentiable(nll, z)
@@ -105,9 +105,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        # In place: the weight's gradient is the largest tensor there is. torch refuses a second backward through them.
-        grad_x_TD, grad_VD = (grad.mul_(grads[0].to(grad.dtype)) for grad in ctx.saved_tensors)
+        # Not in place: schedules that part backward in two come here twice.
+        grad_x_TD, grad_VD = (grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors)
         return grad_x_TD, grad_VD, None, None, None, None
+
+
+def _by_passes(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    z_weight: float,
+    part: VocabularyPart | None,
+    softcap: float | None,
+    *,
+    is_training: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The two sums of a chunk and, in training, the gradient in the logits' place, in their dtype."""
+    valid_C = (targets_C != IGNORED).to(logits_CV.dtype)
+    slope_CV = None
+    if softcap is not None:
+        logits_CV = logits_CV.div_(softcap).tanh_()
+        slope_CV = 1 - logits_CV.square() if is_training else None
+        logits_CV = logits_CV.mul_(softcap)
+    weights_CV, total_C1, top_C1, picked_C, safe_C1, here_C = _shares(logits_CV, targets_C, valid_C, part)
+    log_total_C = (total_C1.log() + top_C1)[:, 0]
+    nll, z = ((log_total_C - picked_C) * valid_C).sum(), (log_total_C.square() * valid_C).sum()
+    if not is_training:
+        return nll, z, None
+    # d(nll + z_weight z)/dlogits = p (1 + 2 z_weight log Z) - onehot, zero where nothing is predicted
+    scale_C = valid_C * (1 + 2 * z_weight * log_total_C)
+    grad_CV = weights_CV.mul_(scale_C[:, None] / total_C1).scatter_add_(1, safe_C1, -here_C[:, None])
+    return nll, z, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 def _shares(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.ops import norm, rope, swiglu
+from surefoot.ops import loss, norm, rope, swiglu
 from surefoot.ops.native import build, calls
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason=f"elementwise passes are {build.status()}")
@@ -54,6 +54,31 @@ def draw(*shape: int, seed: int = 0, size: float = 2.0) -> Tensor:
 def test_rms_norm(by_torch: Callable[[], None], shape: tuple[int, ...]) -> None:
     weight = 1 + 0.3 * torch.randn(shape[-1], generator=torch.Generator().manual_seed(2))
     compare(by_torch, lambda x, w: norm.rms_norm(x, w, 1e-6), [draw(*shape), weight])
+
+
+@pytest.mark.parametrize("z_weight", [0.0, 0.3])
+@pytest.mark.parametrize("size", [2.0, 60.0])
+@pytest.mark.parametrize(("num_rows", "vocabulary"), [(1, 1), (3, 7), (70, 33), (200, 300)])
+def test_cross_entropy(
+    by_torch: Callable[[], None], num_rows: int, vocabulary: int, size: float, z_weight: float
+) -> None:
+    targets = torch.randint(vocabulary, (num_rows,), generator=torch.Generator().manual_seed(4))
+    targets[1::3] = loss.IGNORED
+    weight = torch.randn(vocabulary, 16, generator=torch.Generator().manual_seed(2))
+    compare(
+        by_torch,
+        lambda x, w: loss.linear_cross_entropy(x, w, targets, z_weight)[0],
+        [draw(num_rows, 16, size=size), weight],
+    )
+
+
+def test_a_logit_that_is_not_a_number_spoils_its_row_alone() -> None:
+    logits = draw(3, 40)
+    logits[1, 20] = float("nan")
+    found = calls.cross_entropy(logits, torch.tensor([1, 2, 3]), 0.0, writes=True)
+    assert found is not None
+    assert found[0].isnan().tolist() == [False, True, False]
+    assert logits.isnan().any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 33), (2, 5, 64)])

@@ -11,7 +11,6 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
-from torch.nn import functional as F
 
 from surefoot.blocks.base import EXAMPLE_VOCABULARY, TOKENS, Block, Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.mixers.cache import KVState, NoState, mean_seen, most_kept
@@ -20,6 +19,7 @@ from surefoot.blocks.rope import LinearScaling, Llama3Scaling, Rope, RopeScaling
 from surefoot.config import FieldError
 from surefoot.ops.attention import Attend, attend, attend_plain
 from surefoot.ops.documents import Documents, Reach
+from surefoot.ops.lookup import lookup
 from surefoot.ops.scores import Scores
 
 _OF_KEYS = (
@@ -209,7 +209,8 @@ class Values(Block):
 
     def forward(self, v_BLGK: Tensor, tokens_BL: Tensor) -> Tensor:
         """Values and those of their tokens, (B, L, G, K)."""
-        found_BLGK = F.embedding(tokens_BL, self.weight).unflatten(-1, (-1, self.head_size))
+        wide = torch.promote_types(v_BLGK.dtype, self.weight.dtype)
+        found_BLGK = lookup(tokens_BL, self.weight, wide).unflatten(-1, (-1, self.head_size))
         added_BLGK: Tensor = v_BLGK + (self.share * found_BLGK).to(v_BLGK.dtype)
         return added_BLGK
 

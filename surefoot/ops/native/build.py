@@ -96,6 +96,7 @@ def _declare(found: ctypes.CDLL) -> None:
         "swiglu_backward": [count, *[pointer] * 5],
         "sum_rows": [count, count, count, *[pointer] * 4],
         "spread_rows": [count, count, count, *[pointer] * 6],
+        "cross_entropy": [count, count, pointer, pointer, number, count, pointer, pointer],
         "rotate": [*[count] * 4, pointer, count, count, pointer, pointer, count, number, pointer],
     }
     for name, arguments in signatures.items():

@@ -1,7 +1,7 @@
 """The compiled passes as functions of tensors. Each returns None where it does not apply: the caller then uses PyTorch's.
 
 They apply to bf16 tensors on a CPU. Legend: B batch, L length, H heads, K head size, D width;
-in sums of rows T tokens, R rows, K rows a token.
+in sums of rows T tokens, R rows, K rows a token; C rows and V vocabulary.
 """
 
 from __future__ import annotations
@@ -124,3 +124,17 @@ def rotate(x_BLHK: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor |
         y_BLHK.data_ptr(),
     )
     return y_BLHK
+
+
+def cross_entropy(
+    logits_CV: Tensor, targets_C: Tensor, z_weight: float, *, writes: bool
+) -> tuple[Tensor, Tensor] | None:
+    """(negative log-likelihood, log-partition) of each row in fp32, zero where the target is negative; with `writes` the logits
+    become their gradients."""
+    if (kernels := _kernels_for(logits_CV, is_fit=logits_CV.is_contiguous())) is None:
+        return None
+    targets_C = targets_C.contiguous()
+    nll_C, log_total_C = (torch.empty(targets_C.shape, dtype=torch.float32) for _ in range(2))
+    pointers = (logits_CV.data_ptr(), targets_C.data_ptr())
+    kernels.cross_entropy(*logits_CV.shape, *pointers, z_weight, int(writes), nll_C.data_ptr(), log_total_C.data_ptr())
+    return nll_C, log_total_C

@@ -170,3 +170,33 @@ void spread_rows(int64_t n, int64_t k, int64_t d, const bf16 *x, const int64_t *
         }
     }
 }
+
+/* Cross-entropy of n rows of v logits, and in their place its gradient, where `writes`. A row whose target is negative counts
+ * nothing. Of each row: nll = log sum exp - logit of the target, and log sum exp itself, both zero where it counts nothing.
+ * gradient = p (1 + 2 z log sum exp) - onehot. */
+void cross_entropy(int64_t n, int64_t v, bf16 *logits, const int64_t *targets, float z, int64_t writes, float *nll,
+                   float *log_total) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < n; row++) {
+        bf16 *values = logits + row * v;
+        int64_t target = targets[row];
+        if (target < 0) {
+            nll[row] = log_total[row] = 0.0f;
+            if (writes) memset(values, 0, (size_t)v * sizeof(bf16));
+            continue;
+        }
+        float top = -__builtin_inff(), sum = 0.0f;
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < v; i++) top = widen(values[i]) > top ? widen(values[i]) : top;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < v; i++) sum += exponential(widen(values[i]) - top);
+        float log_sum = top + __builtin_logf(sum), picked = widen(values[target]);
+        nll[row] = log_sum - picked;
+        log_total[row] = log_sum;
+        if (!writes) continue;
+        float scale = (1.0f + 2.0f * z * log_sum) / sum;
+#pragma omp simd
+        for (int64_t i = 0; i < v; i++) values[i] = narrow(exponential(widen(values[i]) - top) * scale);
+        values[target] = narrow(exponential(picked - top) * scale - 1.0f);
+    }
+}
