@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from surefoot.config import Config
 from surefoot.ops.autograd import is_again
@@ -380,6 +381,23 @@ class Router(Block):
         if dropped is not None:
             self.dropped += dropped
         return auxiliary
+
+
+class LearnedRouter(Router):
+    """A router that goes by one product of a token with a learned vector an expert."""
+
+    def __init__(self, width: int, num_experts: int, top_k: int, num_noted: int = 0) -> None:
+        super().__init__(num_experts, top_k, num_noted)
+        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """(T, E), in at least fp32."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        return F.linear(x_TD.to(wide), self.weight.to(wide))
+
+    def flops(self) -> float:
+        """Forward FLOPs a token."""
+        return 2.0 * self.weight.numel()
 
 
 class RouterConfig(Config):

@@ -10,9 +10,8 @@ from typing import ClassVar, Self
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.ops.assign import assign
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
@@ -43,20 +42,18 @@ class BASEConfig(RouterConfig):
         return BASE(self, width, num_experts, top_k)
 
 
-class BASE(Router):
+class BASE(LearnedRouter):
     """See `BASEConfig`."""
 
     looks_ahead: ClassVar[bool] = True
 
     def __init__(self, config: BASEConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k)
+        super().__init__(width, num_experts, top_k)
         self.config = config
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002 - all compete
         """See `Router.forward`."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.logits(x_TD)
         # On meta nobody knows the logits; a dry run needs the shapes alone.
         is_greedy = logits_TE.is_meta or not torch.is_grad_enabled()
         experts_TK = decided(
@@ -68,7 +65,3 @@ class BASE(Router):
         )
         loads_E = count(experts_TK.view(1, -1), self.num_experts)[0]
         return Routing(experts_TK, logits_TE.gather(1, experts_TK).sigmoid(), loads_E, logits_TE.new_zeros(()))
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()

@@ -9,9 +9,8 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
 
@@ -34,19 +33,17 @@ class ExpertChoiceConfig(RouterConfig):
         return ExpertChoice(width, num_experts, top_k)
 
 
-class ExpertChoice(Router):
+class ExpertChoice(LearnedRouter):
     """See `ExpertChoiceConfig`."""
 
     looks_ahead: ClassVar[bool] = True
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k)
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
+        super().__init__(width, num_experts, top_k)
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002 - all compete
         """See `Router.forward`."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).softmax(1)
+        scores_TE = self.logits(x_TD).softmax(1)
         nothing = scores_TE.new_zeros(())
         if not torch.is_grad_enabled():
             weights_TK, experts_TK = scores_TE.topk(self.top_k)
@@ -58,7 +55,3 @@ class ExpertChoice(Router):
         experts_TE = torch.where(is_taken_TE, numbers_E, self.num_experts)
         loads_E = torch.full_like(numbers_E, num_taken)
         return Routing(experts_TE, scores_TE * is_taken_TE, loads_E, nothing, is_partial=True)
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Counts, Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import Counts, Initial, LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.config import FieldError
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count, variation_loss
@@ -48,30 +48,28 @@ class NoisyConfig(RouterConfig):
         return Noisy(self, width, num_experts, top_k)
 
 
-class Noisy(Router):
+class Noisy(LearnedRouter):
     """See `NoisyConfig`. `steps_1` are the optimizer steps so far."""
 
     reads_tokens: ClassVar[bool] = True
     steps_1: Tensor
 
     def __init__(self, config: NoisyConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k)
+        super().__init__(width, num_experts, top_k)
         self.config = config
         shape, axes = (num_experts, width), ("routes", "embed")
-        self.weight = self.add_weight("weight", shape, axes, Initial(std=width**-0.5))
         self.noise = self.add_weight("noise", shape, axes, Initial())
         self.add_state("steps_1", (1,), ("routes",), torch.int64)
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:
         """See `Router.forward`."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.logits(x_TD)
         if not torch.is_grad_enabled():
             top_TK, experts_TK = logits_TE.topk(self.top_k)
             loads_E = count(experts_TK.view(1, -1), self.num_experts)[0]
             return Routing(experts_TK, top_TK.softmax(1), loads_E, logits_TE.new_zeros(()))
-        deviations_TE = F.softplus(F.linear(x_TD.to(wide), self.noise.to(wide)))
-        noisy_TE = logits_TE + self._noise(tokens, x_TD.device).to(wide) * deviations_TE
+        deviations_TE = F.softplus(F.linear(x_TD.to(logits_TE.dtype), self.noise.to(logits_TE.dtype)))
+        noisy_TE = logits_TE + self._noise(tokens, x_TD.device).to(logits_TE.dtype) * deviations_TE
         # One more than is chosen: what each of the chosen must beat.
         num_ranked = min(self.top_k + 1, self.num_experts)
         ranked_TN = decided(lambda: noisy_TE.detach().topk(num_ranked).indices)

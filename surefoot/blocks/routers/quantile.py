@@ -10,9 +10,8 @@ from typing import Self
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Counts, Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import Counts, LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.config import FieldError
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
@@ -50,21 +49,19 @@ class QuantileConfig(RouterConfig):
         return Quantile(self, width, num_experts, top_k)
 
 
-class Quantile(Router):
+class Quantile(LearnedRouter):
     """See `QuantileConfig`."""
 
     prices_E: Tensor
 
     def __init__(self, config: QuantileConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k, num_noted=num_experts * (2 * OCTAVES * PARTS + 1))
+        super().__init__(width, num_experts, top_k, num_noted=num_experts * (2 * OCTAVES * PARTS + 1))
         self.config = config
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
         self.add_state("prices_E", (num_experts,), ("routes",))
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002
         """See `Router.forward`; it notes in which bin each token's margin for each expert lies."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        scores_TE = F.linear(x_TD.to(wide), self.weight.to(wide)).sigmoid()
+        scores_TE = self.logits(x_TD).sigmoid()
         priced_TE = scores_TE.detach() - self.prices_E
         num_ranked = min(self.top_k + 1, self.num_experts)
         ranked_TN = decided(lambda: priced_TE.topk(num_ranked).indices)
@@ -89,10 +86,6 @@ class Quantile(Router):
         step_E = (1 - self.config.keep) * quantile(histogram_EM, 1 - self.top_k / self.num_experts)
         # The same for all changes no choice.
         self.prices_E += (step_E - step_E.mean()).to(self.prices_E)
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()
 
 
 def quantile(histogram_EM: Tensor, share: float) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Self
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Counts, Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import Counts, LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, pooled
 
@@ -44,15 +43,14 @@ class ReLUConfig(RouterConfig):
         return ReLU(self, width, num_experts, top_k)
 
 
-class ReLU(Router):
+class ReLU(LearnedRouter):
     """See `ReLUConfig`. `growths_1` is how often the coefficient was multiplied, less how often it was divided."""
 
     growths_1: Tensor
 
     def __init__(self, config: ReLUConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k, num_noted=1)
+        super().__init__(width, num_experts, top_k, num_noted=1)
         self.config = config
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
         self.add_state("growths_1", (1,), ("routes",), torch.int64)
 
     @property
@@ -62,8 +60,7 @@ class ReLU(Router):
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002
         """See `Router.forward`; it notes how many tokens there were."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.logits(x_TD)
         is_positive_TE = decided(lambda: logits_TE.detach() > 0)
         weights_TE = torch.where(is_positive_TE, logits_TE, 0)
         experts_TE = torch.where(is_positive_TE, torch.arange(self.num_experts, device=x_TD.device), self.num_experts)
@@ -75,9 +72,9 @@ class ReLU(Router):
                 (self.num_experts, 1), 1
             )
             # 1 for an expert that has an even share of top_k choices a token.
-            shares_BE = chosen_BE.to(wide) * (self.num_experts / self.top_k) / tokens_B1
+            shares_BE = chosen_BE.to(logits_TE.dtype) * (self.num_experts / self.top_k) / tokens_B1
             sums_BE = weights_TE.view(len(chosen_BE), -1, self.num_experts).sum(1)
-            coefficient_1 = self.config.start * self.config.growth ** self.growths_1.to(wide)
+            coefficient_1 = self.config.start * self.config.growth ** self.growths_1.to(logits_TE.dtype)
             auxiliary = (coefficient_1 * (shares_BE * sums_BE).sum()).sum()
         noted_N = torch.full((1,), len(x_TD), dtype=torch.int64, device=x_TD.device)
         return Routing(experts_TE, weights_TE, counts_BE.sum(0), auxiliary, is_partial=True, noted_N=noted_N)
@@ -86,7 +83,3 @@ class ReLU(Router):
     def balance(self, counts: Counts) -> None:
         """See `Router.balance`."""
         self.growths_1 += (counts.loads_E.sum() - self.top_k * counts.noted_N[0]).sign().long()
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()

@@ -10,9 +10,8 @@ from typing import Self
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Counts, Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import Counts, LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.config import FieldError
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
@@ -72,21 +71,19 @@ class SigmoidConfig(RouterConfig):
         return Sigmoid(self, width, num_experts, top_k)
 
 
-class Sigmoid(Router):
+class Sigmoid(LearnedRouter):
     """See `SigmoidConfig`. Of equal scores torch.topk picks, which looks at the token's own alone."""
 
     bias_E: Tensor
 
     def __init__(self, config: SigmoidConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k)
+        super().__init__(width, num_experts, top_k)
         self.config = config
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
         self.add_state("bias_E", (num_experts,), ("routes",))
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002
         """See `Router.forward`."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid()
         experts_TK = decided(lambda: self._eligible(scores_TE.detach() + self.bias_E).topk(self.top_k).indices)
         chosen_TK = scores_TE.gather(1, experts_TK)
@@ -121,7 +118,3 @@ class Sigmoid(Router):
         """See `Router.balance`."""
         loads_E = counts.loads_E.to(self.bias_E)
         self.bias_E += self.config.bias_rate * (loads_E.mean() - loads_E).sign()
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()

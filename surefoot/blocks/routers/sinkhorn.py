@@ -11,9 +11,8 @@ from typing import ClassVar, Self
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import count
 
@@ -37,28 +36,22 @@ class SinkhornConfig(RouterConfig):
         return Sinkhorn(self, width, num_experts, top_k)
 
 
-class Sinkhorn(Router):
+class Sinkhorn(LearnedRouter):
     """See `SinkhornConfig`."""
 
     looks_ahead: ClassVar[bool] = True
 
     def __init__(self, config: SinkhornConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k)
+        super().__init__(width, num_experts, top_k)
         self.config = config
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002 - all compete
         """See `Router.forward`."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.logits(x_TD)
         choose_TE = log_plan(logits_TE.detach(), self.config.iterations) if torch.is_grad_enabled() else logits_TE
         experts_TK = decided(lambda: choose_TE.topk(self.top_k).indices)
         loads_E = count(experts_TK.view(1, -1), self.num_experts)[0]
         return Routing(experts_TK, logits_TE.gather(1, experts_TK).sigmoid(), loads_E, logits_TE.new_zeros(()))
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()
 
 
 def log_plan(logits_TE: Tensor, iterations: int) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Literal, Self
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
-from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
+from surefoot.blocks.base import LearnedRouter, RouterConfig, Routing, Tokens
 from surefoot.config import FieldError
 from surefoot.ops.autograd import decided
 from surefoot.ops.balance import Scope, balance_loss, count
@@ -54,18 +53,16 @@ class TopKConfig(RouterConfig):
         return TopK(self, width, num_experts, top_k)
 
 
-class TopK(Router):
+class TopK(LearnedRouter):
     """See `TopKConfig`. Of equal logits torch.topk picks, which looks at the token's own alone."""
 
     def __init__(self, config: TopKConfig, width: int, num_experts: int, top_k: int) -> None:
-        super().__init__(num_experts, top_k)
+        super().__init__(width, num_experts, top_k)
         self.config = config
-        self.weight = self.add_weight("weight", (num_experts, width), ("routes", "embed"), Initial(std=width**-0.5))
 
     def forward(self, x_TD: Tensor, length: int, tokens: Tokens | None = None) -> Routing:  # noqa: ARG002
         """See `Router.forward`."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.logits(x_TD)
         experts_TK = decided(lambda: logits_TE.detach().topk(self.top_k).indices)
         top_TK = logits_TE.gather(1, experts_TK)
         log_total_T1 = logits_TE.logsumexp(1, keepdim=True)
@@ -86,7 +83,3 @@ class TopK(Router):
     def whole_step(self) -> bool:
         """See `Router.whole_step`."""
         return self.config.scope == "global_batch" and self.config.balance_loss > 0
-
-    def flops(self) -> float:
-        """Forward FLOPs a token."""
-        return 2.0 * self.weight.numel()
