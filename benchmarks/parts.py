@@ -26,6 +26,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.peers import Check  # noqa: E402
+from benchmarks.runs import train  # noqa: E402
 from benchmarks.workload import common  # noqa: E402
 from surefoot.dist.startup import tune_allocator  # noqa: E402
 from surefoot.observe.folder import RunFolder  # noqa: E402
@@ -106,11 +107,8 @@ def recompute() -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as folder:
         for mode, sets in modes.items():
             out = Path(folder, mode)
-            command = ["train", f"{ROOT / 'benchmarks' / 'workload.py'}:common", "--out", str(out)]
-            for assignment in ["train.num_steps=20", *sets]:
-                command += ["--set", assignment]
-            program = "from surefoot.cli.main import main; main()"
-            subprocess.run([sys.executable, "-c", program, *command], check=True, capture_output=True)
+            recipe = f"{ROOT / 'benchmarks' / 'workload.py'}:common"
+            train(recipe, out, ["train.num_steps=20", *sets], is_quiet=True)
             facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
             lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             found[mode] = (

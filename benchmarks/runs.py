@@ -18,15 +18,22 @@ def heldout(folder: Path) -> float | None:
     return None if value is None else float(value)
 
 
+def train(recipe: str, folder: Path, sets: Sequence[str], *options: str, is_quiet: bool = False) -> None:
+    """One run by the command line, in a process of its own."""
+    changes = [option for assignment in sets for option in ("--set", assignment)]
+    program = "from surefoot.cli.main import main; main()"
+    subprocess.run(
+        [sys.executable, "-c", program, "train", recipe, "--out", str(folder), *changes, *options],
+        check=True,
+        capture_output=is_quiet,
+    )
+
+
 def trained(recipe: str, folder: Path, sets: Sequence[str]) -> float:
     """The same, once the run has been started or continued to its end."""
     if (known := heldout(folder)) is not None:
         return known
-    options = [option for assignment in sets for option in ("--set", assignment)]
-    command = "from surefoot.cli.main import main; main()"
-    subprocess.run(
-        [sys.executable, "-c", command, "train", recipe, "--continue", "--out", str(folder), *options], check=True
-    )
+    train(recipe, folder, sets, "--continue")
     found = heldout(folder)
     if found is None:
         raise SystemExit(f"{folder} was stopped; run this again to go on")

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
+from surefoot.data.dataset import Batch
 from surefoot.dist.layout import Box
 from surefoot.dist.mesh import DATA, own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.count import build_meta
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.initialise import constant_starts, generator_for
+from surefoot.optim.adamw import AdamWConfig
 from surefoot.parallel.apply import check, lay_out
 from surefoot.parallel.plan import Plan
+from surefoot.train.agree import Ranks
+from surefoot.train.state import laid_params, states_of
+from surefoot.train.step import take_step
 
 BATCH, LENGTH = 8, 48
 
@@ -141,3 +147,33 @@ def assert_same_as_one_process(
         assert error < 1e-12, f"gradient of {name} is off by {error:.1e}"
         worst = max(worst, error)
     return worst
+
+
+def three_steps(
+    config: DecoderConfig, plan: Plan, micro_batch: int
+) -> tuple[dict[str, Tensor], dict[str, float]] | None:
+    """Every state after three steps on the same batch, and what the last one says of its routers; None on a rank without part."""
+    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
+    if mesh is None:
+        return None
+    laid = lay_out(plan, config, mesh, sequence_length=LENGTH, dtype=dtype, device=cpu, seed=0)
+    ranks, params = Ranks(mesh, cpu), laid_params(laid)
+    optimizer = AdamWConfig(lr=0.01).build(params)
+    tokens, targets, documents = (tensor[ranks.own(BATCH)].numpy() for tensor in ragged_batch(61))
+    batch = Batch(tokens, targets, documents, np.zeros(len(tokens), dtype=np.int64), int((targets >= 0).sum()), 0.0)
+    statistics: dict[str, float] = {}
+    for _ in range(3):
+        statistics = take_step(
+            laid,
+            ranks,
+            params,
+            optimizer,
+            batch,
+            num_tokens=int((ragged_batch(61)[1] >= 0).sum()),
+            scale=1.0,
+            micro_batch=micro_batch,
+            max_gradient_norm=1.0,
+            device=cpu,
+            dtype=dtype,
+        ).router
+    return {state.name: state.tensor.clone() for state in states_of(laid.model, mesh)}, statistics

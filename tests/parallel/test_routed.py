@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,18 +11,11 @@ from surefoot.blocks.base import RouterConfig
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
-from surefoot.data.dataset import Batch
-from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
-from surefoot.optim.adamw import AdamWConfig
-from surefoot.parallel.apply import lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.schedules import Schedule
-from surefoot.train.agree import Ranks
-from surefoot.train.state import laid_params, states_of
-from surefoot.train.step import take_step
-from tests.parallel.parity import BATCH, LENGTH, assert_same_as_one_process, decoder, ragged_batch
+from tests.parallel.parity import BATCH, assert_same_as_one_process, decoder, three_steps
 
 PLANS = [
     Plan(replicate=2),
@@ -62,32 +54,7 @@ def test_losses_of_routers_enter_once_in_every_schedule(pool: Pool, schedule: Sc
 
 def biases(plan: Plan, micro_batch: int) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
     """Every bias after three steps, and what the last step says of its routers."""
-    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
-    if mesh is None:
-        return None
-    config = routed(SigmoidConfig(bias_rate=0.01))
-    laid = lay_out(plan, config, mesh, sequence_length=LENGTH, dtype=dtype, device=cpu, seed=0)
-    ranks, params = Ranks(mesh, cpu), laid_params(laid)
-    optimizer = AdamWConfig(lr=0.01).build(params)
-    tokens, targets, documents = (tensor[ranks.own(BATCH)].numpy() for tensor in ragged_batch(61))
-    batch = Batch(tokens, targets, documents, np.zeros(len(tokens), dtype=np.int64), int((targets >= 0).sum()), 0.0)
-    num_tokens = int((ragged_batch(61)[1] >= 0).sum())
-    statistics: dict[str, float] = {}
-    for _ in range(3):
-        statistics = take_step(
-            laid,
-            ranks,
-            params,
-            optimizer,
-            batch,
-            num_tokens=num_tokens,
-            scale=1.0,
-            micro_batch=micro_batch,
-            max_gradient_norm=1.0,
-            device=cpu,
-            dtype=dtype,
-        ).router
-    return {state.name: state.tensor.clone() for state in states_of(laid.model, mesh)}, statistics
+    return three_steps(routed(SigmoidConfig(bias_rate=0.01)), plan, micro_batch)
 
 
 def test_biases_follow_the_loads_of_all_ranks_and_micro_batches(pool: Pool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,18 +16,11 @@ from surefoot.blocks.routers.quantile import QuantileConfig
 from surefoot.blocks.routers.relu import ReLUConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
-from surefoot.data.dataset import Batch
-from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
-from surefoot.optim.adamw import AdamWConfig
-from surefoot.parallel.apply import lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import RecomputeConfig
-from surefoot.train.agree import Ranks
-from surefoot.train.state import laid_params, states_of
-from surefoot.train.step import take_step
-from tests.parallel.parity import BATCH, LENGTH, assert_same_as_one_process, decoder, ragged_batch
+from tests.parallel.parity import BATCH, assert_same_as_one_process, decoder, three_steps
 from tests.spread import spread
 
 PLANS = [
@@ -65,30 +57,7 @@ def test_gradients_are_those_of_one_process(pool: Pool, kind: str, plan: Plan) -
 
 def steps(kind: str, plan: Plan, micro_batch: int) -> tuple[dict[str, Tensor], dict[str, float]] | None:
     """Every state after three steps, and what the last step says of its routers."""
-    mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), torch.float64
-    if mesh is None:
-        return None
-    laid = lay_out(plan, routed(kind), mesh, sequence_length=LENGTH, dtype=dtype, device=cpu, seed=0)
-    ranks, params = Ranks(mesh, cpu), laid_params(laid)
-    optimizer = AdamWConfig(lr=0.01).build(params)
-    tokens, targets, documents = (tensor[ranks.own(BATCH)].numpy() for tensor in ragged_batch(61))
-    batch = Batch(tokens, targets, documents, np.zeros(len(tokens), dtype=np.int64), int((targets >= 0).sum()), 0.0)
-    statistics: dict[str, float] = {}
-    for _ in range(3):
-        statistics = take_step(
-            laid,
-            ranks,
-            params,
-            optimizer,
-            batch,
-            num_tokens=int((ragged_batch(61)[1] >= 0).sum()),
-            scale=1.0,
-            micro_batch=micro_batch,
-            max_gradient_norm=1.0,
-            device=cpu,
-            dtype=dtype,
-        ).router
-    return {state.name: state.tensor.clone() for state in states_of(laid.model, mesh)}, statistics
+    return three_steps(routed(kind), plan, micro_batch)
 
 
 @pytest.mark.parametrize(

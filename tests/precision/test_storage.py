@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.config import ConfigError, RunError, override
+from surefoot.config import ConfigError, override
 from surefoot.dist.mesh import Mesh
 from surefoot.dist.pool import Pool
 from surefoot.models.decoder import DecoderConfig
-from surefoot.observe.folder import RunFolder
 from surefoot.parallel.apply import check, lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.precision.policy import PrecisionConfig
@@ -22,9 +21,9 @@ from surefoot.recipes.find import find_recipe
 from surefoot.study.contracts import Example, examples_of, find_blocks
 from surefoot.study.verify import shrunk, verify
 from surefoot.train.run import Run
-from surefoot.train.trainer import Trainer
 from tests.precision.test_narrow_layouts import LENGTH, batch
 from tests.spread import spread
+from tests.stopped import train, train_stopped
 
 Tiny = Callable[..., Run]
 CPU = torch.device("cpu")
@@ -110,14 +109,6 @@ def test_fsdp_that_would_add_up_otherwise_is_refused(tiny: Tiny) -> None:
         check(Plan(shard=2), run.model, 32, run.precision)
 
 
-def train(run: Run, folder: Path) -> list[str]:
-    said: list[str] = []
-    trainer = Trainer(run, RunFolder.create(folder, run) if not folder.exists() else RunFolder.open(folder))
-    trainer.folder.on_message = said.append  # type: ignore[method-assign]
-    trainer.fit()
-    return said
-
-
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_resumes_bitwise_and_says_what_is_in_effect(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounding: str
@@ -133,17 +124,4 @@ def test_resumes_bitwise_and_says_what_is_in_effect(
         "compute": "bf16",
         "weights": {"matrix": own, "vocabulary, router, state, vector": wide},
     }
-    real = Trainer._after_step
-
-    def stop(self: Trainer) -> None:
-        real(self)
-        if self.progress.step == 5:
-            raise RunError("stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_after_step", stop)
-        with pytest.raises(RunError):
-            train(run, tmp_path / "parts")
-    train(run, tmp_path / "parts")
-    result = json.loads((tmp_path / "parts" / "facts.json").read_text())["result"]
-    assert result["weights_sha256"] == facts["result"]["weights_sha256"]
+    assert train_stopped(run, tmp_path / "parts", monkeypatch, step=5) == facts["result"]["weights_sha256"]

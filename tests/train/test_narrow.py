@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config import RunError
-from surefoot.observe.folder import RunFolder
 from surefoot.study.dry import dry_run
 from surefoot.train.run import Run
-from surefoot.train.trainer import Trainer
+from tests.stopped import last_weights, train, train_stopped
 
 Tiny = Callable[..., Run]
 NARROW = ("precision.products=delayed", "precision.keep_first=0", "precision.keep_last=0", "precision.history=3")
@@ -20,14 +18,6 @@ NARROW = ("precision.products=delayed", "precision.keep_first=0", "precision.kee
 
 def lines(file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def train(run: Run, folder: Path) -> list[str]:
-    said: list[str] = []
-    trainer = Trainer(run, RunFolder.create(folder, run) if not folder.exists() else RunFolder.open(folder))
-    trainer.folder.on_message = said.append  # type: ignore[method-assign]
-    trainer.fit()
-    return said
 
 
 def test_each_product_is_recorded(tiny: Tiny, tmp_path: Path) -> None:
@@ -52,20 +42,7 @@ def test_a_run_without_narrow_products_records_none(tiny: Tiny, tmp_path: Path) 
 def test_delayed_scales_resume_bitwise(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*NARROW)
     train(run, tmp_path / "whole")
-    real = Trainer._after_step
-
-    def stop(self: Trainer) -> None:
-        real(self)
-        if self.progress.step == 5:
-            raise RunError("stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_after_step", stop)
-        with pytest.raises(RunError):
-            train(run, tmp_path / "parts")
-    train(run, tmp_path / "parts")
-    whole, parts = (json.loads((tmp_path / name / "facts.json").read_text())["result"] for name in ("whole", "parts"))
-    assert parts["weights_sha256"] == whole["weights_sha256"]
+    assert train_stopped(run, tmp_path / "parts", monkeypatch, step=5) == last_weights(tmp_path / "whole")
 
 
 def test_a_dry_run_runs_them(tiny: Tiny) -> None:
