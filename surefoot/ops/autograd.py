@@ -143,6 +143,11 @@ def is_taped() -> bool:
     return _current.get() is not None
 
 
+def is_kept() -> bool:
+    """Within a backward pass: whether the graph stays for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def is_again() -> bool:
     """Whether this run repeats one whose effects outside of it have been had."""
     tape = _current.get()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surefoot.ops.autograd import apply, gradient_dtype
+from surefoot.ops.autograd import apply, gradient_dtype, is_kept
 from surefoot.ops.matmul import mm, widens_bf16
 from surefoot.ops.native import calls
 
@@ -98,15 +98,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x_TD is not None and grad_VD is not None:
                 grad_x_TD[start : start + rows] = mm(narrow_CV, narrow_VD, x_TD.dtype)
                 _add_product(grad_VD, narrow_CV, x_CD, product_WD)
-        if is_training:
-            ctx.save_for_backward(grad_x_TD, grad_VD)
+        ctx.gradients = (grad_x_TD, grad_VD)
+        ctx.save_for_backward(
+            targets_T
+        )  # not read: with it torch itself refuses a second pass over a graph that is gone
         ctx.mark_non_differentiable(nll, z)
         return nll + z_weight * z, nll, z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        # Not in place: schedules that part backward in two come here twice.
-        grad_x_TD, grad_VD = (grad * grads[0].to(grad.dtype) for grad in ctx.saved_tensors)
+        _ = ctx.saved_tensors
+        # Schedules that part backward in two come here twice; all others have no second copy of the weight's gradient.
+        if is_kept():
+            grad_x_TD, grad_VD = (grad * grads[0].to(grad.dtype) for grad in ctx.gradients)
+        else:
+            grad_x_TD, grad_VD = (grad.mul_(grads[0].to(grad.dtype)) for grad in ctx.gradients)
+            del ctx.gradients
         return grad_x_TD, grad_VD, None, None, None, None
 
 

@@ -191,6 +191,29 @@ def test_ignored_targets_get_no_gradient() -> None:
     assert (x.grad[[0, 2]] != 0).any()
 
 
+def test_the_loss_gives_its_weight_gradient_away() -> None:
+    """No second copy of the largest gradient there is, unless the graph is kept for another pass: then both are right."""
+    x, weight = draw(4, 8).requires_grad_(), draw(11, 8).requires_grad_()
+    targets = torch.tensor([1, 2, 3, 4])
+    (loss.linear_cross_entropy(x, weight, targets)[0] * 0.5).backward()
+    assert weight.grad is not None
+    once = weight.grad.clone()
+    objective = loss.linear_cross_entropy(x, weight, targets)[0]
+    made = objective.grad_fn.gradients[1].data_ptr()  # type: ignore[union-attr]
+    weight.grad = None
+    (objective * 0.5).backward(retain_graph=True)
+    torch.testing.assert_close(weight.grad, once)
+    assert weight.grad.data_ptr() != made
+    (objective * 3.0).backward(retain_graph=True)
+    torch.testing.assert_close(weight.grad, 7 * once)
+    weight.grad = None
+    (objective * 0.5).backward()
+    torch.testing.assert_close(weight.grad, once)
+    assert weight.grad.data_ptr() == made
+    with pytest.raises(RuntimeError, match="second time"):
+        objective.backward()
+
+
 def test_cross_entropy_without_gradients_keeps_nothing() -> None:
     with torch.no_grad():
         objective, sums = loss.linear_cross_entropy(draw(4, 8), draw(11, 8), torch.tensor([1, 2, 3, 4]))

@@ -25,6 +25,7 @@ from surefoot.train.run import Run
 from tests.parallel import parity
 from tests.parallel.parity import BATCH, LENGTH, assert_same_as_one_process, decoder
 from tests.parallel.test_routed import biases, routed
+from tests.spread import spread
 from tests.train.test_ranks import assert_same_run, fit, newest, save_again
 
 PLANS = [
@@ -206,13 +207,16 @@ def straight(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        (Plan(expert=2, shard=2), Plan()),
-        (Plan(), Plan(expert=4)),
-        (Plan(expert=2, shard=2, zero=1, tensor=2), Plan(expert=4, context=2)),
-        (Plan(pipeline=2, shard=2), Plan(expert=2, replicate=2)),
-        (Plan(pipeline=2, expert=2), Plan(shard=4)),
-    ],
+    spread(
+        [
+            (Plan(expert=2, shard=2), Plan()),
+            (Plan(), Plan(expert=4)),
+            (Plan(expert=2, shard=2, zero=1, tensor=2), Plan(expert=4, context=2)),
+            (Plan(pipeline=2, shard=2), Plan(expert=2, replicate=2)),
+            (Plan(pipeline=2, expert=2), Plan(shard=4)),
+        ],
+        2,
+    ),
     ids=Plan.describe,
 )
 def test_a_checkpoint_crosses_layouts_of_experts(

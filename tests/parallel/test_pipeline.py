@@ -19,6 +19,7 @@ from surefoot.parallel.plan import Plan
 from surefoot.parallel.schedules import SINGLE, V_SHAPED, Schedule
 from surefoot.train.run import Run
 from tests.parallel.parity import BATCH, LENGTH, assert_same_as_one_process, decoder, ragged_batch
+from tests.spread import spread
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 OTHERS: list[dict[str, Any]] = [
@@ -33,8 +34,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "other"), spread(itertools.product(SCHEDULES, OTHERS), 3), ids=str)
 def test_gradients_are_those_of_one_process(pool: Pool, schedule: Schedule, other: dict[str, Any]) -> None:
     plan = Plan(pipeline=2, schedule=schedule, **other)
     is_tied = (SCHEDULES.index(schedule) + OTHERS.index(other)) % 2 == 0

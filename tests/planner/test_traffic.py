@@ -27,6 +27,7 @@ from surefoot.study.trial import ragged_batch
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
 from surefoot.train.state import laid_params
+from tests.spread import spread
 
 Tiny = Callable[..., Run]
 
@@ -63,8 +64,8 @@ PIPELINES: list[dict[str, Any]] = [
 ]
 
 
-def name(plan: dict[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in plan.items())
+def name(plan: dict[str, Any] | str) -> str:
+    return plan if isinstance(plan, str) else ",".join(f"{key}={value}" for key, value in plan.items())
 
 
 def ranks_of(plan: dict[str, Any]) -> int:
@@ -124,8 +125,12 @@ def test_real_ranks_send_what_the_formulas_and_the_dry_run_say(tiny: Tiny, pool:
     assert_known(over(tiny, plan), pool)
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("plan", PIPELINES, ids=name)
+TIED = ("true", "false")
+PIPELINES_TIED = [(plan, TIED[(number + other) % 2]) for number, plan in enumerate(PIPELINES) for other in (0, 1)]
+"""Every schedule comes first once, tied and untied in turn."""
+
+
+@pytest.mark.parametrize(("plan", "tied"), spread(PIPELINES_TIED, 2), ids=name)
 def test_so_do_the_ranks_of_a_pipeline(tiny: Tiny, pool: Pool, plan: dict[str, Any], tied: str) -> None:
     """Nine layers, which no number of stages divides, and as many micro-batches as every schedule takes."""
     run = over(

@@ -448,8 +448,9 @@ def _killed_at(run: Run, path: Path, delay: float) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_killed_at_random_moments_the_end_is_bitwise_the_same(tiny: Tiny, tmp_path: Path) -> None:
-    """Twenty kill -9 at random moments, set-up, steps and saves alike; then the run ends as if nothing had happened."""
+@pytest.mark.parametrize("wanted", [5, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_at_random_moments_the_end_is_bitwise_the_same(tiny: Tiny, tmp_path: Path, wanted: int) -> None:
+    """kill -9 at random moments, set-up, steps and saves alike; then the run ends as if nothing had happened."""
     run = tiny("train.num_steps=400", "checkpoint.every=5", "observe.evaluate_every=50")
     fit(run, tmp_path / "straight")
     started = time.monotonic()
@@ -458,7 +459,7 @@ def test_killed_at_random_moments_the_end_is_bitwise_the_same(tiny: Tiny, tmp_pa
     whole = time.monotonic() - started
     generator, kills = random.Random(1), 0
     path = tmp_path / "killed"
-    while kills < 20:
+    while kills < wanted:
         finished = _killed_at(run, path, generator.uniform(0.05, 0.3) * whole)
         if finished:  # a fast machine got through: what it made must be right, and the rest of the kills start afresh
             assert result(path) == result(tmp_path / "straight")
