@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from surefoot.data.cache import cache_directory
 from surefoot.ops import loss, norm, rope, swiglu
 from surefoot.ops.native import build, calls
 
@@ -177,3 +178,11 @@ def test_a_spoilt_library_is_made_again(tmp_path: Path) -> None:
     library.write_bytes(library.read_bytes()[:1000])
     assert status_with(SUREFOOT_CACHE=str(tmp_path)) == first
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".so"]
+
+
+def test_it_is_kept_where_all_caches_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen in ("", str(tmp_path / "chosen"), "~/elsewhere"):
+        for base in ("", str(tmp_path / "xdg")):
+            monkeypatch.setenv("SUREFOOT_CACHE", chosen)
+            monkeypatch.setenv("XDG_CACHE_HOME", base)
+            assert build._cache() == cache_directory()

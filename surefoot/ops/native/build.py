@@ -56,7 +56,7 @@ def _compiled(compiler: str, version: str) -> Path:
     source = Path(__file__).with_name("kernels.c")
     parts = (source.read_text(encoding="utf-8"), version, " ".join(_FLAGS), torch.__version__, _processor())
     key = _digest("\0".join(parts).encode())
-    root = Path(os.environ.get("SUREFOOT_CACHE") or Path.home() / ".cache" / "surefoot") / "kernels"
+    root = _cache() / "kernels"
     # The name says what the file must hold: loading one that was cut short would end the process.
     for made in root.glob(f"{key}-*.so"):
         if made.stem == f"{key}-{_digest(made.read_bytes())}":
@@ -73,6 +73,12 @@ def _compiled(compiler: str, version: str) -> Path:
         target = root / f"{key}-{_digest(linked.read_bytes())}.so"
         linked.replace(target)  # whole or absent, also when several processes compile at once
     return target
+
+
+def _cache() -> Path:
+    """That of `data.cache`, which this room does not see."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SUREFOOT_CACHE") or Path(base, "surefoot")).expanduser()
 
 
 def _digest(data: bytes) -> str:
