@@ -66,6 +66,11 @@ class Ledger:
             self._from_backward.add(key)
         self.resize(storage)
 
+    def claim(self, tensor: Tensor) -> None:
+        """It is a backward pass's now, whoever made it."""
+        if torch._C._current_graph_task_id() != -1:
+            self._from_backward.add(tensor.untyped_storage()._cdata)
+
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Note the size that a watched storage has now."""
         key = storage._cdata
@@ -115,6 +120,8 @@ class _NoMemory(TorchDispatchMode):
             for tensor in _tensors((found,)):
                 if tensor.is_meta:
                     self._ledger.watch(tensor)
+                    if func is _aten.mul_.Tensor:  # a gradient made in a forward pass, as the loss does, is scaled
+                        self._ledger.claim(tensor)
         return found
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -98,23 +98,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x_TD is not None and grad_VD is not None:
                 grad_x_TD[start : start + rows] = mm(narrow_CV, narrow_VD, x_TD.dtype)
                 _add_product(grad_VD, narrow_CV, x_CD, product_WD)
-        ctx.gradients = (grad_x_TD, grad_VD)
-        ctx.save_for_backward(
-            targets_T
-        )  # not read: with it torch itself refuses a second pass over a graph that is gone
+        if is_training:
+            ctx.save_for_backward(grad_x_TD, grad_VD)
         ctx.mark_non_differentiable(nll, z)
         return nll + z_weight * z, nll, z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        _ = ctx.saved_tensors
         # Schedules that part backward in two come here twice; all others have no second copy of the weight's gradient.
-        if is_kept():
-            grad_x_TD, grad_VD = (grad * grads[0].to(grad.dtype) for grad in ctx.gradients)
-        else:
-            grad_x_TD, grad_VD = (grad.mul_(grads[0].to(grad.dtype)) for grad in ctx.gradients)
-            del ctx.gradients
+        kept = is_kept()
+        grad_x_TD, grad_VD = (_scaled(grad, grads[0].to(grad.dtype), in_place=not kept) for grad in ctx.saved_tensors)
         return grad_x_TD, grad_VD, None, None, None, None
+
+
+def _scaled(grad: Tensor, factor: Tensor, *, in_place: bool) -> Tensor:
+    """In place it is a tensor of its own nevertheless: only such a one becomes a weight's `.grad` without being copied."""
+    return grad.mul_(factor).detach() if in_place else grad * factor
 
 
 def _by_passes(

@@ -87,11 +87,13 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """See `Optimizer.step`."""
-        self._rest.step(scale)
         lr = self._config.lr * scale
         if self._exchange is not None:
-            self._move(self._slots, lr, self._exchange.apply(self._blend(self._slots), self._orthogonal))
+            blended = self._blend(self._slots)
+            updates = self._exchange.apply(blended, self._orthogonal, meanwhile=lambda: self._rest.step(scale))
+            self._move(self._slots, lr, updates)
             return
+        self._rest.step(scale)
         for stack in self._stacks:
             slots = [slot for slot in stack if slot.param.tensor.grad is not None]
             if slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from surefoot.models.initialise import generator_for
 from surefoot.optim.adamw import AdamWConfig
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.clip import clip_, global_norm, gradient_norm
-from surefoot.optim.exchange import balanced
+from surefoot.optim.exchange import Exchange, balanced
 from surefoot.optim.muon import MuonConfig
 from surefoot.optim.update import UpdateMeter
 
@@ -121,6 +121,54 @@ def test_updates_are_those_of_one_process(
     assert present[0].coefficient == pytest.approx(expected.coefficient, rel=1e-12)
     for role, ratio in expected.ratios.items():
         assert present[0].ratios[role] == pytest.approx(ratio, rel=1e-9)
+
+
+def events_of(num_matrices: int) -> tuple[list[str], bool] | None:
+    """What a rank does of an exchange in which updates double their matrices, and whether its parts came back doubled."""
+    mesh = own_mesh(Grid({"shard": 2}))
+    if mesh is None:
+        return None
+    place = Place(Layout((4, 3)).split(0, "shard"), mesh)
+    parts = [torch.full((2, 3), float(number)) for number in range(num_matrices)]
+    seen: list[str] = []
+    started = torch.distributed.all_to_all_single
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        seen.append("start")
+        return started(*arguments, **options)
+
+    def update(matrices: list[Tensor]) -> list[Tensor]:
+        seen.append(f"work on {len(matrices)}")
+        return [2 * matrix for matrix in matrices]
+
+    torch.distributed.all_to_all_single = start
+    try:
+        exchange = Exchange(mesh, [place] * num_matrices, [1.0] * num_matrices)
+        found = exchange.apply(parts, update, meanwhile=lambda: seen.append("meanwhile"))
+    finally:
+        torch.distributed.all_to_all_single = started
+    return seen, all(torch.equal(after, 2 * before) for after, before in zip(found, parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_matrices", "expected"),
+    [
+        (1, {"start, meanwhile, work on 1, start", "start, meanwhile, work on 0, start"}),
+        (4, {"start, meanwhile, start, work on 1, start, work on 1, start"}),
+        (
+            16,
+            {
+                "start, meanwhile, start, work on 2, start, start, work on 2, start, start, work on 2, start, work on 2, start",
+            },
+        ),
+    ],
+)
+def test_the_next_matrices_travel_while_the_last_are_worked_on(
+    pool: Pool, num_matrices: int, expected: set[str]
+) -> None:
+    found = [outcome for outcome in pool.run(events_of, num_matrices) if outcome is not None]
+    assert {", ".join(seen) for seen, _ in found} == expected
+    assert all(are_doubled for _, are_doubled in found)
 
 
 def test_the_norm_of_known_numbers(pool: Pool) -> None:
