@@ -25,6 +25,8 @@ from surefoot.train.state import laid_params, states_of
 
 BATCH, STEPS = 16, 2
 SGD_RATE = 0.1
+MAGNITUDES = "largest magnitudes"
+"""Of the operands of narrow products, as all ranks know them."""
 
 
 @dataclass
@@ -76,12 +78,14 @@ def trial(
     for step in range(STEPS):
         optimizer.zero_grad()
         (nll, _) = ranks.sums(*laid.accumulate(micro_batches, num_tokens, dtype))
-        if laid.meter is not None:
-            ranks.end_step(laid.meter)
+        magnitudes = {name: row["amax"] for name, row in ranks.end_step(laid.meter).items()} if laid.meter else {}
         norm = global_norm(params, ranks.group)
         if step == compared:
             before = {param.name: param.tensor.detach().clone() for param in params}
             share.numbers["loss"], share.numbers["gradient norm"] = nll / num_tokens, float(norm)
+            share.parts[MAGNITUDES] = {
+                name: (Box.whole(()), (), torch.tensor(amax)) for name, amax in magnitudes.items()
+            }
             for param in params:
                 gradient = param.tensor.grad if param.tensor.grad is not None else torch.zeros_like(param.tensor)
                 share.keep("gradients", param, gradient)

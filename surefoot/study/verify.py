@@ -8,9 +8,9 @@ and all else that starts at one value is drawn anew first: there a dropped one w
 
 How much may differ is measured, not guessed: one process with its sums in another order (other micro-batches) is the noise,
 and a plan passes within `MARGIN` times it. Narrow products are narrow around fp64, so that they too are compared to the last
-digits; where a scale is of what a forward pass holds, one process takes the same passes, and noise is another order of
-samples in them. In bf16 what differs is rounding itself: there one process in fp64 is the truth, and a plan passes if it is
-at most `MARGIN_BF16` times as far from it as one process in bf16.
+digits, and with them the largest magnitude of every operand; where a scale is of what a forward pass holds, one process takes
+the same passes, and noise is another order of samples in them. In bf16 what differs is rounding itself: there one process in
+fp64 is the truth, and a plan passes if it is at most `MARGIN_BF16` times as far from it as one process in bf16 is.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from surefoot.dist.pool import Pool
 from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
 from surefoot.study.matrix import combinations
-from surefoot.study.trial import BATCH, Share, trial
+from surefoot.study.trial import BATCH, MAGNITUDES, Share, trial
 from surefoot.train.run import Run
 
 LENGTH, DEPTH = 64, 2
 MARGIN, MARGIN_BF16 = 100.0, 2.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
+UNIT_FP32 = 2.0**-22
+"""By which largest magnitudes may be off, which are kept in fp32."""
 UNIT_BF16 = 2.0**-9
 """Half the distance of bf16 numbers: by which any one number may be off."""
 
@@ -53,6 +55,14 @@ QUANTITIES = (
 EXACT = frozenset({"initial weights", "resume"})
 OF_RESTART = frozenset({"resume", "saved state"})
 """Most of a trial's cost: compared only where a plan is `restarted`."""
+
+
+def quantities(run: Run) -> tuple[str, ...]:
+    """What is compared of a run, in the order in which a wrong one is named."""
+    return QUANTITIES if run.precision.kind is None else _WITH_MAGNITUDES
+
+
+_WITH_MAGNITUDES = (*QUANTITIES[:2], MAGNITUDES, *QUANTITIES[2:])
 
 
 @dataclass(frozen=True)
@@ -216,11 +226,15 @@ def _allowed(run: Run, reference: Sequence[Share], passes: Passes) -> dict[str, 
     other = tuple(samples[::-1] for samples in passes) if is_fixed else tuple((sample,) for sample in range(BATCH))
     reordered = _differences(one_process(run, other), reference)
     allowed = {quantity: MARGIN * max(error, FLOOR) for quantity, error in reordered.items()}
-    return allowed | dict.fromkeys(EXACT, 0.0)
+    return allowed | dict.fromkeys(EXACT, 0.0) | dict.fromkeys({MAGNITUDES} & allowed.keys(), UNIT_FP32)
 
 
 def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, float]:
-    return {quantity: _difference(shares, reference, quantity)[0] for quantity in QUANTITIES}
+    return {quantity: _difference(shares, reference, quantity)[0] for quantity in _found_in(reference)}
+
+
+def _found_in(reference: Sequence[Share]) -> tuple[str, ...]:
+    return _WITH_MAGNITUDES if reference[0].parts[MAGNITUDES] else QUANTITIES
 
 
 def judge(
@@ -235,7 +249,7 @@ def judge(
     start to compare."""
     present = [share for share in shares if share is not None]
     worst: dict[str, float] = {}
-    for quantity in QUANTITIES:
+    for quantity in _found_in(reference):
         if quantity in OF_RESTART and not restarts:
             continue
         try:

@@ -26,7 +26,7 @@ from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel, FullySharded, Replicated, Zero1
 from surefoot.study import resume as resume_module
 from surefoot.study import verify as verify_module
-from surefoot.study.trial import Share, trial
+from surefoot.study.trial import MAGNITUDES, Share, trial
 from surefoot.study.verify import judge, legal_plans, parse_plan, reference_of, shrunk, verify
 from surefoot.train.run import Run
 
@@ -254,6 +254,23 @@ def wide(tiny: Tiny) -> Run:
     """Heads, hidden widths and sequences of several tiles, so that ranks may share them out."""
     sets = ["model.mixer.num_kv_heads=2", "model.mixer.head_size=32", "model.ffn.hidden=64", "data.sequence_length=128"]
     return override(tiny(), sets)
+
+
+def test_largest_magnitudes_are_compared(wide: Run, pool: Pool, tmp_path: Path) -> None:
+    sets = ["precision.products=rowwise", "precision.keep_first=0", "precision.keep_last=0"]
+    small = shrunk(override(wide, sets))
+    reference = reference_of(small)
+    shares = pool.run(trial, small, Plan(tensor=2), 1, tmp_path)
+    found = judge(Plan(tensor=2), shares, *reference)
+    assert found.failure is None
+    assert 0 <= found.worst[MAGNITUDES] <= verify_module.UNIT_FP32
+    for share in shares:
+        if share is not None:
+            box, shape, amax = share.parts[MAGNITUDES]["layers.0.mixer.wq/input"]
+            share.parts[MAGNITUDES]["layers.0.mixer.wq/input"] = box, shape, amax * (1 + 2**-20)
+    assert judge(Plan(tensor=2), shares, *reference).failure == (
+        "largest magnitudes: layers.0.mixer.wq/input is off by 9.5e-07, allowed 2.4e-07"
+    )
 
 
 THREE = [Plan(tensor=2), Plan(shard=2, context=2), Plan(pipeline=2, replicate=2)]

@@ -8,7 +8,8 @@ from surefoot.config import ConfigError, override
 from surefoot.dist.pool import Pool
 from surefoot.recipes.find import find_recipe
 from surefoot.study.matrix import covering
-from surefoot.study.verify import QUANTITIES, Verdict, legal_plans, parse_plan, shrunk, verify
+from surefoot.study.outlier import trust
+from surefoot.study.verify import Verdict, legal_plans, parse_plan, quantities, shrunk, verify
 from surefoot.train.run import Run
 
 
@@ -33,22 +34,26 @@ def run(
         print(
             f"{len(restarted)} of them, with every value of every axis between them, are also stopped and started again"
         )
-    print("  ".join(["", f"{title:{width}}", *QUANTITIES]))
+    compared = quantities(chosen)
+    print("  ".join(["", f"{title:{width}}", *compared]))
 
     def announce(verdict: Verdict) -> None:
-        cells = [f"{verdict.worst[name]:.0e}" if name in verdict.worst else "-" for name in QUANTITIES]
-        cells = [cell.rjust(len(name)) for cell, name in zip(cells, QUANTITIES, strict=True)]
+        cells = [f"{verdict.worst[name]:.0e}" if name in verdict.worst else "-" for name in compared]
+        cells = [cell.rjust(len(name)) for cell, name in zip(cells, compared, strict=True)]
         print("  ".join(["", f"{verdict.plan.describe():{width}}", *cells, verdict.failure or "same"]), flush=True)
 
     try:
         verdicts = verify(chosen, wanted, pool, announce, restarted)
     finally:
         pool.close()
+    trusted = trust(chosen)
     failed = [verdict for verdict in verdicts if verdict.failure]
     print(
         f"{len(verdicts) - len(failed)} of {len(verdicts)} layouts train the same model ({time.monotonic() - started:.0f} s)"
     )
-    return 1 if failed else 0
+    for line in trusted.describe() if trusted is not None else ():
+        print(line)
+    return 1 if failed or (trusted is not None and trusted.failure) else 0
 
 
 def _numbers(run: Run) -> str:
