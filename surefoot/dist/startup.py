@@ -110,6 +110,44 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on a device: what the driver calls free and torch's allocator has left over; on a
+    CPU its share of what the system (and its control group, where that says less) can hand out without swapping, as much for
+    each rank on the machine. `ValueError` where the system does not say.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        system = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        raise ValueError("this system does not say how much memory is free; give bytes as in 512MiB") from None
+    return min(system, *_left_in_groups(Path("/sys/fs/cgroup"))) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _left_in_groups(root: Path) -> list[int]:
+    """What each control group (v2) around this process still allows; its files in memory that are not in use can go."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    found = [1 << 63]
+    for group in (root / own, *(root / own).parents):
+        if not group.is_relative_to(root):
+            break
+        try:
+            limit, used = ((group / f"memory.{name}").read_text(encoding="utf-8") for name in ("max", "current"))
+            stat = (group / "memory.stat").read_text(encoding="utf-8").split()
+        except OSError:
+            continue
+        if limit.strip() != "max":
+            files = int(stat[stat.index("inactive_file") + 1])
+            found.append(max(0, int(limit) - int(used) + files))
+    return found
+
+
 def _cpu_name() -> str:
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:

@@ -169,6 +169,15 @@ def _add_product(to_VD: Tensor, left_CV: Tensor, right_CD: Tensor, product_WD: T
         rows_VD.add_(mm(part_CV.t(), right_CD, to_VD.dtype, out=product_WD[: len(rows_VD)]))
 
 
+def working_bytes(num_tokens: int, num_rows: int, width: int, dtype: torch.dtype) -> int:
+    """The most that `linear_cross_entropy` takes for so many tokens in `dtype` with so many rows of the head: a chunk's logits in
+    both numbers, a block of products, the weight in `dtype`, the hidden states' gradient and the weight's in fp32."""
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    logits = min(num_tokens, max(64, _CHUNK_BYTES // (num_rows * wide))) * num_rows
+    weight, hidden = num_rows * width, num_tokens * width
+    return logits * (wide + dtype.itemsize) + _BLOCK_BYTES + weight * (dtype.itemsize + wide) + hidden * dtype.itemsize
+
+
 def linear_cross_entropy(
     x_TD: Tensor,
     weight_VD: Tensor,

@@ -22,12 +22,15 @@ from surefoot.config import ConfigError, override
 from surefoot.data.dataset import Batch
 from surefoot.dist.count import Amount, Counter, Flow
 from surefoot.dist.fake import META, Ledger, fake_world
+from surefoot.dist.mesh import Mesh
 from surefoot.models.count import build_meta
-from surefoot.optim.base import Optimizer
+from surefoot.optim.base import Optimizer, Param
 from surefoot.parallel.apply import Laid, check, lay_out
 from surefoot.parallel.pipeline import Feed, Pipeline, bounds_of, indexes_of
+from surefoot.parallel.recompute import Budget
 from surefoot.planner.traffic import Workload
 from surefoot.train.agree import Ranks
+from surefoot.train.ready import fit_device
 from surefoot.train.run import Run
 from surefoot.train.state import laid_params
 from surefoot.train.step import take_step
@@ -56,7 +59,8 @@ class DryRun:
 
     `gradient_bytes` is the most that gradients take between passes (in a pipeline those of activations under way count too);
     `activation_bytes` what autograd keeps of one micro-batch; `kept_bytes` the most it keeps at once, of as many passes of a
-    micro-batch through a stage as are `in_flight`; `peak_bytes` the most that is alive at any moment of the step.
+    micro-batch through a stage as are `in_flight`; `peak_bytes` the most that is alive at any moment of the step;
+    `budget_bytes` what recomputation may keep, where that is limited.
     """
 
     rank: int
@@ -68,12 +72,22 @@ class DryRun:
     in_flight: int
     peak_bytes: int
     flows: Mapping[Flow, Amount]
+    budget_bytes: int | None = None
 
 
-def dry_run(run: Run, rank: int = 0) -> DryRun:
-    """One step of `run` on `rank`; `ConfigError` where the plan is not legal, as in training."""
+def dry_run(run: Run, rank: int = 0, memory: int | None = None) -> DryRun:
+    """One step of `run` on `rank`, of a device with so much `memory`; `ConfigError` where the plan is not legal, as in training,
+    or is to fit a device of which nothing is known.
+
+    Under a budget of recomputation a step goes before, which measures what can be kept. There is no time to measure: which
+    results stay is another choice than in training, of as many bytes.
+    """
     check(run.plan, run.model, run.data.sequence_length, run.precision)
-    dtype = run.precision.weight_dtype
+    dtype, recompute = run.precision.weight_dtype, run.plan.recompute
+    if recompute.device_share is not None and memory is None:
+        raise ConfigError(
+            "plan.recompute.budget", recompute.budget, "needs a device here; name one with --device-memory, as in 80GiB"
+        )
     with fake_world(run.plan.grid, rank) as world:
         length, seed = run.data.sequence_length, run.train.seed
         laid = lay_out(
@@ -89,6 +103,8 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
         world.counter.restart()
         params = laid_params(laid)
         optimizer = run.optim.build(params)
+        if recompute.device_share is not None and memory is not None:
+            fit_device(run, laid, optimizer, memory)
         world.ledger.open([*weight_tensors(laid), *state_tensors(optimizer)])
         measured = _Measured(
             **vars(laid),
@@ -99,19 +115,10 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
         )
         num_run = measured.num_micro_batches if run.plan.pipeline > 1 else min(3, measured.num_micro_batches)
         batch = _batch(run.micro_batch * num_run, run.data.sequence_length)
-        take_step(
-            measured,
-            Ranks(world.mesh, META),
-            params,
-            optimizer,
-            batch,
-            num_tokens=batch.num_tokens,
-            scale=1.0,
-            micro_batch=run.micro_batch,
-            max_gradient_norm=run.train.max_gradient_norm,
-            device=META,
-            dtype=run.precision.compute_dtype,
-        )
+        if recompute.mode == "budget":
+            _step(run, laid, world.mesh, params, optimizer, _batch(run.micro_batch, run.data.sequence_length))
+            world.counter.restart()
+        _step(run, measured, world.mesh, params, optimizer, batch)
         kept = _bytes(param.tensor.grad for param in params if param.tensor.grad is not None)
         # What recomputed layers keep of a micro-batch, autograd does not.
         again = 0 if laid.recomputation is None else laid.recomputation.kept_bytes
@@ -125,7 +132,24 @@ def dry_run(run: Run, rank: int = 0) -> DryRun:
             measured.kept.in_flight,
             world.ledger.peak,
             world.counter.flows(run.plan.grid),
+            laid.recomputation.num_bytes if isinstance(laid.recomputation, Budget) else None,
         )
+
+
+def _step(run: Run, laid: Laid, mesh: Mesh, params: Sequence[Param], optimizer: Optimizer, batch: Batch) -> None:
+    take_step(
+        laid,
+        Ranks(mesh, META),
+        params,
+        optimizer,
+        batch,
+        num_tokens=batch.num_tokens,
+        scale=1.0,
+        micro_batch=run.micro_batch,
+        max_gradient_norm=run.train.max_gradient_norm,
+        device=META,
+        dtype=run.precision.compute_dtype,
+    )
 
 
 def telling_ranks(run: Run) -> list[int]:

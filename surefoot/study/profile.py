@@ -347,7 +347,7 @@ class _Session:
         self.device, self.ranks, self.laid, self.params = ready.device, ready.ranks, ready.laid, ready.params
         self.peak = peak_flops(self.device, run.precision.compute_dtype)
         self.bandwidth = measure_bandwidth(self.device)
-        self.optimizer = run.optim.build(self.params)
+        self.optimizer = ready.optimizer
         self.meter = UpdateMeter(self.params, group=self.ranks.group)
         self.loader = Loader(ready.dataset, run.train.batch, 0, self.ranks.own(run.train.batch))
         self.step = 0

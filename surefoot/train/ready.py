@@ -11,9 +11,12 @@ from surefoot.config import ConfigError
 from surefoot.data.dataset import Dataset
 from surefoot.dist.heartbeat import Heartbeat
 from surefoot.dist.mesh import Mesh
-from surefoot.dist.startup import choose_device, set_threads, tune_allocator
-from surefoot.optim.base import Param
+from surefoot.dist.startup import choose_device, free_memory, set_threads, tune_allocator
+from surefoot.ops.loss import working_bytes
+from surefoot.optim.base import Optimizer, Param
 from surefoot.parallel.apply import Laid, check, lay_out
+from surefoot.parallel.holdings import held_bytes
+from surefoot.parallel.recompute import Budget
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
 from surefoot.train.state import laid_params
@@ -21,13 +24,15 @@ from surefoot.train.state import laid_params
 
 @dataclass
 class Ready:
-    """A run as one of its ranks has it before the first step; `params` are its parts of the weights."""
+    """A run as one of its ranks has it before the first step; `params` are its parts of the weights, which
+    `optimizer` moves."""
 
     device: torch.device
     ranks: Ranks
     dataset: Dataset
     laid: Laid
     params: list[Param]
+    optimizer: Optimizer
 
 
 def get_ready(run: Run, rank: int, heartbeat: Heartbeat, say: Callable[[str], None]) -> Ready:
@@ -40,6 +45,12 @@ def get_ready(run: Run, rank: int, heartbeat: Heartbeat, say: Callable[[str], No
     if device.type == "cpu":
         tune_allocator()
     check(run.plan, run.model, run.data.sequence_length, run.precision)
+    free = None
+    if run.plan.recompute.device_share is not None:  # before this rank or, after the data, another one takes any
+        try:
+            free = free_memory(device)
+        except ValueError as error:
+            raise ConfigError("plan.recompute.budget", run.plan.recompute.budget, str(error)) from None
     mesh = Mesh(run.plan.grid, rank)
     ranks = Ranks(mesh, device, heartbeat)
     with ranks.first_alone():
@@ -60,4 +71,22 @@ def get_ready(run: Run, rank: int, heartbeat: Heartbeat, say: Callable[[str], No
         seed=run.train.seed,
         precision=run.precision,
     )
-    return Ready(device, ranks, dataset, laid, laid_params(laid))
+    params = laid_params(laid)
+    optimizer = run.optim.build(params)
+    if free is not None:
+        say(fit_device(run, laid, optimizer, free))
+    return Ready(device, ranks, dataset, laid, params, optimizer)
+
+
+def fit_device(run: Run, laid: Laid, optimizer: Optimizer, memory: int) -> str:
+    """Give a budget that is a share of a device the bytes that its `memory` has left for activations, and say so; `ConfigError`
+    where that is nothing."""
+    assert isinstance(laid.recomputation, Budget)
+    state = sum(tensor.nbytes for moments in optimizer.state().values() for tensor in moments.values())
+    held = held_bytes(run.plan, laid.data_parallel, run.rank_batch // run.micro_batch)
+    # Around the layers: what the embedding, the last norm and the head read and write.
+    num_tokens = run.micro_batch * run.data.sequence_length // run.plan.context
+    dtype, width = run.precision.compute_dtype, run.model.width
+    around = 4 * num_tokens * width * dtype.itemsize
+    around += working_bytes(num_tokens, -(-run.model.vocab_size // run.plan.tensor), width, dtype)
+    return laid.recomputation.fit(memory, held.parameters + held.gradients + held.gathered + state, around)

@@ -97,7 +97,7 @@ class Trainer:
         self.device, self.ranks, self.dataset = ready.device, ready.ranks, ready.dataset
         self.laid, self.params = ready.laid, ready.params
         self.states = states_of(self.laid.model, self.laid.mesh)
-        self.optimizer = run.optim.build(self.params)
+        self.optimizer = ready.optimizer
         self.update_meter = UpdateMeter(self.params, group=self.ranks.group)
         self.peak = peak_flops(self.device, self.dtype)
         self.facts = gather(run, self.dataset, self.device, self.peak)

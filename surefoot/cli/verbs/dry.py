@@ -34,7 +34,7 @@ def run(
     size = None if device_memory is None else parse_memory(device_memory)
     chosen = override(find_recipe(recipe, allow), sets)
     chosen = stretch(chosen, ranks or chosen.plan.num_ranks)
-    found = [dry_run(chosen, rank) for rank in telling_ranks(chosen)]
+    found = [dry_run(chosen, rank, size) for rank in telling_ranks(chosen)]
     print("\n".join(described(chosen, found)))
     if size is None:
         return 0
@@ -64,6 +64,11 @@ def described(chosen: Run, found: Sequence[DryRun]) -> list[str]:
         row("bytes of parameters", [shown(each.holdings.parameter_bytes) for each in firsts]),
         row("bytes of gradients, at most", [shown(each.gradient_bytes) for each in firsts]),
         row("bytes of optimizer state", [shown(each.holdings.state_bytes) for each in firsts]),
+        *(
+            [row("budget of recomputation", [shown(each.budget_bytes or 0) for each in firsts])]
+            if chosen.plan.recompute.mode == "budget"
+            else []
+        ),
         row("kept for backward, one micro-batch", [shown(each.activation_bytes) for each in firsts]),
         row("kept at once, at most", [shown(each.kept_bytes) for each in firsts]),
         row("  of so many passes through a stage", [str(each.in_flight) for each in firsts]),
@@ -87,7 +92,10 @@ def remedy(chosen: Run, size: int, announce: Callable[[str], None]) -> str:
     for assignments, changed in remedies(chosen):
         text = " ".join(f"--set {assignment}" for assignment in assignments)
         announce(f"trying {text}")
-        peak = max(dry_run(changed, rank).peak_bytes for rank in telling_ranks(changed))
+        try:
+            peak = max(dry_run(changed, rank, size).peak_bytes for rank in telling_ranks(changed))
+        except ConfigError:  # recomputation that fits the device has nothing left of it
+            continue
         if peak <= size:
             return f"nearest remedy: {text} ({shown(peak)})"
         best = min(best or (peak, assignments), (peak, assignments))
