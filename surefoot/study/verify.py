@@ -36,6 +36,8 @@ LENGTH, DEPTH = 64, 2
 MARGIN, MARGIN_BF16 = 100.0, 2.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
+SUSPICIOUS = 1e-9
+"""Relative difference of the loss that another order of sums in fp64 hardly makes: chance may be at work."""
 UNIT_FP32 = 2.0**-22
 """By which largest magnitudes may be off, which are kept in fp32."""
 UNIT_BF16 = 2.0**-9
@@ -205,6 +207,7 @@ def reference_of(run: Run, passes: Passes = ALL) -> tuple[list[Share], dict[str,
     if run.precision.compute != "fp64":
         wide = run.model_copy(update={"precision": run.precision.in_wide("fp64")})
         exact, one = one_process(wide, passes), one_process(run, passes)
+        _refuse_chance(run, one, passes)
         own = _differences(one, exact)
         exact[0].parts["initial weights"] = one[0].parts["initial weights"]  # bf16 weights start rounded
         allowed = {quantity: MARGIN_BF16 * max(error, UNIT_BF16) for quantity, error in own.items()}
@@ -225,8 +228,22 @@ def _allowed(run: Run, reference: Sequence[Share], passes: Passes) -> dict[str, 
     is_fixed = len(passes) > 1 or (run.precision.kind is not None and run.precision.kind.is_of_pass)
     other = tuple(samples[::-1] for samples in passes) if is_fixed else tuple((sample,) for sample in range(BATCH))
     reordered = _differences(one_process(run, other), reference)
+    if reordered["loss"] > SUSPICIOUS:
+        _refuse_chance(run, reference, passes)
     allowed = {quantity: MARGIN * max(error, FLOOR) for quantity, error in reordered.items()}
     return allowed | dict.fromkeys(EXACT, 0.0) | dict.fromkeys({MAGNITUDES} & allowed.keys(), UNIT_FP32)
+
+
+def _refuse_chance(run: Run, reference: Sequence[Share], passes: Passes) -> None:
+    """`ConfigError` where one process that does the same again finds something else: no noise could be told from a fault."""
+    error, name = _difference(one_process(run, passes), reference, "gradients")
+    if error != 0:
+        raise ConfigError(
+            "model",
+            run.name,
+            f"is another one each time: the gradient of {name} differs by {error:.1e} between two equal runs of one process. "
+            "Something in it draws random numbers, as dropout does; switch that off to verify layouts",
+        )
 
 
 def _differences(shares: Sequence[Share], reference: Sequence[Share]) -> dict[str, float]:

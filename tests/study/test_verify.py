@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.ffn.swiglu import SwiGLU
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.cli.verbs import verify as verb
 from surefoot.config import ConfigError, override
@@ -254,6 +255,15 @@ def wide(tiny: Tiny) -> Run:
     """Heads, hidden widths and sequences of several tiles, so that ranks may share them out."""
     sets = ["model.mixer.num_kv_heads=2", "model.mixer.head_size=32", "model.ffn.hidden=64", "data.sequence_length=128"]
     return override(tiny(), sets)
+
+
+@pytest.mark.parametrize("compute", ["fp64", "bf16"])
+def test_chance_is_not_taken_for_noise(run: Run, monkeypatch: pytest.MonkeyPatch, compute: str) -> None:
+    """Noise that a block draws itself would allow any fault."""
+    plain = SwiGLU.gate
+    monkeypatch.setattr(SwiGLU, "gate", lambda self, *args: torch.nn.functional.dropout(plain(self, *args), 0.1))
+    with pytest.raises(ConfigError, match=r"is another one each time: the gradient of .* as dropout does"):
+        reference_of(shrunk(run, compute))
 
 
 def test_largest_magnitudes_are_compared(wide: Run, pool: Pool, tmp_path: Path) -> None:
