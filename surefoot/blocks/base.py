@@ -6,7 +6,7 @@ Legend: B batch, L length, D width, T tokens, E experts, K experts a token, R = 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -143,9 +143,11 @@ class ConnectionConfig(Config):
 
 
 class MixerState(Protocol):
-    """What a mixer keeps of the past: `length` positions seen so far."""
+    """What a mixer keeps of the past."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Positions seen so far."""
 
 
 Shared = dict[str, Tensor]
@@ -153,6 +155,13 @@ Shared = dict[str, Tensor]
 
 TOKENS = "tokens"
 """The name under which every layer finds the ids (B, L) of the tokens it is at."""
+
+EMBEDDED = "embedded"
+"""The name under which a layer whose mixer `reads_embedded` finds the embeddings (B, L, D) of its tokens."""
+
+
+class Common(nn.Module):
+    """Parts that several layers have in common: one module, whose weights have the name that the first of them gives."""
 
 
 class Mixer(Block):
@@ -163,6 +172,17 @@ class Mixer(Block):
 
     reads_shared = False
     """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
+
+    is_composite: ClassVar[bool] = False
+    """Whether it is made of mixers and networks that are each laid out by themselves, what lies between them acting on each
+    position alone."""
+
+    def parts(self) -> Sequence[Mixer | FeedForward]:
+        """What tensor parallelism cuts: itself, or what a composite is made of."""
+        return (self,)
+
+    def share(self, first: Mixer) -> None:
+        """Use the parts that all layers of one letter have in common, those of the `first` of them. Most have none."""
 
     @abstractmethod
     def forward(self, x_BLD: Tensor, docs: Documents, state: Any = None, shared: Shared | None = None) -> Tensor:
@@ -225,6 +245,16 @@ class MixerConfig(Config):
     def needs_shared(self) -> str | None:
         """The name under which an earlier layer must have left something."""
         return None
+
+    @property
+    def reads_embedded(self) -> bool:
+        """Whether it reads embeddings beside the stream."""
+        return False
+
+    @property
+    def is_common(self) -> bool:
+        """Whether layers with this mixer have parts in common."""
+        return False
 
     def check_writer(self, writer: MixerConfig) -> None:
         """Raise `FieldError` where it cannot use what `writer`, the last that left what it needs, leaves."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from surefoot.blocks.mixers.cache import NarrowKind, State
+from surefoot.blocks.mixers.composite import CompositeState
 
 
 def stored_bytes(states: object) -> int:
@@ -36,7 +37,11 @@ def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
 
 def narrow(states: Iterable[object], kind: NarrowKind) -> int:
     """Have those states that hold keys and values (or latents) keep them in a narrower type; returns how many that are."""
-    found = [state for state in states if isinstance(state, State)]
-    for state in found:
-        state.narrow(kind)
-    return len(found)
+    num = 0
+    for state in states:
+        if isinstance(state, State):
+            state.narrow(kind)
+            num += 1
+        elif isinstance(state, CompositeState):
+            num += narrow(state.parts, kind)
+    return num

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surefoot.blocks.base import (
+    EMBEDDED,
     TOKENS,
     Connection,
     ConnectionConfig,
@@ -135,11 +136,14 @@ class DecoderConfig(Config):
     @model_validator(mode="after")
     def _the_layer_ahead_stands_alone(self) -> Self:
         mixer = self.mixer_of(self.depth - 1)
-        if self.ahead_weight and mixer is not None and mixer.needs_shared is not None:
+        if not self.ahead_weight or mixer is None:
+            return self
+        if mixer.needs_shared is not None or mixer.is_common:
+            what = "shares weights with" if mixer.is_common else f"reads {mixer.needs_shared} of"
             raise FieldError(
                 "ahead_weight",
                 self.ahead_weight,
-                f"copies the last layer, which reads {mixer.needs_shared} of an earlier one; use 0, or end with another mixer",
+                f"copies the last layer, which {what} an earlier one; use 0, or end with another mixer",
             )
         return self
 
@@ -167,8 +171,17 @@ class DecoderConfig(Config):
 
     def mixer_of(self, layer: int) -> MixerConfig | None:
         """The mixer of a layer, counted from 0; None where it has none."""
-        letter = self.mixer_pattern[layer % len(self.mixer_pattern)]
+        letter = self.mixer_letter(layer)
         return None if letter == "-" else self.other_mixers.get(letter, self.mixer)
+
+    def mixer_letter(self, layer: int) -> str:
+        """Which of them it is."""
+        return self.mixer_pattern[layer % len(self.mixer_pattern)]
+
+    @property
+    def reads_embedded(self) -> bool:
+        """Whether a layer reads embeddings beside the stream."""
+        return any(mixer is not None and mixer.reads_embedded for mixer in map(self.mixer_of, range(self.depth)))
 
     def ffn_of(self, layer: int) -> FeedForwardConfig | None:
         """The feed-forward network of a layer, counted from 0; None where it has none."""
@@ -176,7 +189,8 @@ class DecoderConfig(Config):
         return None if letter == "-" else self.other_ffns.get(letter, self.ffn)
 
     def in_short(self, least: int) -> DecoderConfig:
-        """Each combination of mixer and network that occurs, once, in order; at least `least` layers by going round."""
+        """Each combination of mixer and network that occurs, once, in order; at least `least` layers by going round, and twice
+        round where layers have parts in common."""
         pairs = list(
             dict.fromkeys(
                 (
@@ -186,7 +200,8 @@ class DecoderConfig(Config):
                 for layer in range(self.depth)
             )
         )
-        rounds = -(-least // len(pairs))
+        is_common = any(mixer is not None and mixer.is_common for mixer in map(self.mixer_of, range(self.depth)))
+        rounds = max(-(-least // len(pairs)), 2 if is_common else 1)
         patterns = {
             "mixer_pattern": "".join(mixer for mixer, _ in pairs),
             "ffn_pattern": "".join(ffn for _, ffn in pairs),
@@ -257,6 +272,11 @@ class Layer(nn.Module):
         y_BLD: Tensor = self.ffn(x_BLD, docs, shared) if isinstance(self.ffn, Routed) else self.ffn(x_BLD)
         return y_BLD
 
+    def parts(self) -> list[Mixer | FeedForward]:
+        """Mixers and networks, those of a composite each by itself."""
+        mixers = () if self.mixer is None else self.mixer.parts()
+        return [*mixers, *(() if self.ffn is None else (self.ffn,))]
+
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""
         mixer = 0.0 if self.mixer is None else self.mixer.flops(length, causal=causal)
@@ -304,6 +324,10 @@ class Decoder(nn.Module):
         std = config.width**-0.5 if config.tied else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
+        firsts: dict[str, Mixer] = {}
+        for index, layer in enumerate(self._layers()):
+            if layer.mixer is not None:
+                layer.mixer.share(firsts.setdefault(config.mixer_letter(index), layer.mixer))
         self.norm = RMSNorm(config.width, config.norm_eps, offset=config.norm_offset)
         tied = self.embedding.weight if config.tied else None
         self.head = Head(
@@ -341,7 +365,7 @@ class Decoder(nn.Module):
         `between` is given the number of each layer and its stream, and returns the stream that the layer reads.
         """
         x_BLS = self.config.expand(x_BLD)
-        shared: Shared = {TOKENS: tokens_BL}
+        shared: Shared = {TOKENS: tokens_BL, EMBEDDED: x_BLD} if self.config.reads_embedded else {TOKENS: tokens_BL}
         for index, layer in enumerate(self.layers):
             if between is not None:
                 x_BLS = between(index, x_BLS)

@@ -64,7 +64,7 @@ def check(model: nn.Module, size: int, kind: Kind, tensor: int, sequence_length:
         return
     heads: list[tuple[int, str]] = []
     for name, mixer in model.named_modules():
-        if not isinstance(mixer, Mixer):
+        if not isinstance(mixer, Mixer) or mixer.is_composite:
             continue
         if isinstance(mixer, _HoldsRuns):
             _check_runs(name, mixer, size, sequence_length)

@@ -51,6 +51,13 @@ def check(model: Decoder, plan: Plan) -> None:
     reader = next(
         (name for name, module in model.named_modules() if isinstance(module, Mixer) and module.reads_shared), ""
     )
+    if plan.pipeline > 1 and model.config.reads_embedded:
+        raise ConfigError(
+            "plan.pipeline",
+            plan.pipeline,
+            f"parts the embedding from {reader}, which reads it, and layers from those whose weights they share; use "
+            "plan.pipeline=1",
+        )
     if plan.pipeline > 1 and reader:
         raise ConfigError(
             "plan.pipeline", plan.pipeline, f"parts {reader} from the layer whose results it reads; use plan.pipeline=1"

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from surefoot.blocks.base import Block, Experts
+from surefoot.blocks.base import Block, Common, Experts
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import gather_flat, reduce_scatter_flat, sum_all_
 from surefoot.dist.layout import Layout
@@ -273,8 +273,8 @@ def _rows_of(weight: Tensor, num_ranks: int) -> list[slice]:
 
 
 class FullySharded(DataParallel):
-    """FSDP2 (Zhao et al., 2023) over the data ranks, one unit a layer and one for what surrounds them; under expert
-    parallelism also one for each layer's experts, over the ranks that hold the same ones."""
+    """FSDP2 (Zhao et al., 2023) over the data ranks, one unit a layer, one for what several layers have in common and one for
+    what surrounds them; under expert parallelism also one for each layer's experts, over the ranks that hold the same ones."""
 
     def __init__(
         self,
@@ -303,6 +303,7 @@ class FullySharded(DataParallel):
             expert_mesh = mesh.device_mesh(device_type, *replicas, EXPERT_SHARDS)
             experts = [block for block in module.modules() if isinstance(block, Experts)]
             units = [*((block, expert_mesh) for block in experts), *units]
+        units = [*((part, data_mesh) for part in module.modules() if isinstance(part, Common)), *units]
         # What a layer leaves for later ones may be a view: values are a part of one product. FSDP2 warns of writing into it, and
         # nothing does.
         warnings.filterwarnings(

@@ -85,7 +85,7 @@ def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
     start = vocabulary.box(mesh.grid, mesh.coordinates).offset[0]
     num_rows = -(-vocabulary.shape[0] // mesh.size("tensor"))
     for module in model.modules():
-        if isinstance(module, Mixer | FeedForward):
+        if isinstance(module, Mixer | FeedForward) and not (isinstance(module, Mixer) and module.is_composite):
             module.register_forward_pre_hook(_Gather(group))
             module.register_forward_hook(_Scatter(group))
         elif isinstance(module, HeadsNorm):

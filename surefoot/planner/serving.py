@@ -7,6 +7,7 @@ implementation is faster; a good one comes near. What several devices send each 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +60,9 @@ class Serving:
         return max(0, math.floor(room / each)) if each else int(room > 0)
 
     def weight_bytes_read(self, num_tokens: int) -> float:
-        """Of the weights that `num_tokens` tokens meet, if each chooses its experts at random; embeddings by the row."""
+        """Of the weights that `num_tokens` tokens meet, if each chooses its experts at random; embeddings by the row, and what
+        several layers have in common once a layer."""
+        uses = Counter(id(weight) for layer in self.model.layers for weight in layer.parameters())
         numbers = 0.0
         for name, block, own_name in named_weights(self.model):
             weight = getattr(block, own_name)
@@ -68,7 +71,7 @@ class Serving:
                 numbers += min(num_tokens, weight.shape[0]) * weight.shape[1]
                 continue
             used = math.prod(block.used.get(axis, 1.0) for axis in block.axes[own_name])
-            numbers += weight.numel() * (1 - (1 - used) ** num_tokens)
+            numbers += max(1, uses[id(weight)]) * weight.numel() * (1 - (1 - used) ** num_tokens)
         return numbers * self.dtype.itemsize
 
     def decode(self, context: int, batch: int, device: Device) -> Bound:

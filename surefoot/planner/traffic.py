@@ -11,12 +11,14 @@ Legend: B samples of a micro-batch, S sequence length, L = S / context, D width;
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
+from surefoot.blocks.base import FeedForward, Mixer
 from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
@@ -46,13 +48,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class _Weight:
-    """One logical weight, or a tied head's copy of it: how tensor parallelism cuts it, how the optimizer sees it, whether a layer
-    owns it."""
+    """One logical weight, or a tied head's copy of it: how tensor parallelism cuts it, how the optimizer sees it, how many layers
+    have it."""
 
     param: Param
     cut: Layout
     kept: Layout
-    is_in_layer: bool
+    uses: int
+
+    @property
+    def is_in_layer(self) -> bool:
+        return self.uses > 0
 
 
 @dataclass
@@ -63,8 +69,8 @@ class _Step:
     weights: list[_Weight]
     layers: list[tuple[int, int]]
     """For each layer the rows of its query weights, and of its key and value weights, on this rank."""
-    num_parts: int
-    """Mixers and feed-forward networks."""
+    part_widths: int
+    """Of what mixers and feed-forward networks read and write, all together."""
     routed: list[tuple[int, int]]
     """For each routed network its experts, and experts a token."""
     router_numbers: int
@@ -136,33 +142,41 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         modules = [Stage(model, index, bounds) for index in indexes_of(plan, here)]
     weights = []
     for module in modules:
-        in_layers = {id(weight) for weight in module.layers.parameters()}
+        uses = Counter(id(weight) for layer in module.layers.children() for weight in layer.parameters())
         for name, block, own_name in named_weights(module):
             weight, cut = getattr(block, own_name), layouts[EMBEDDING if name not in layouts else name]
             kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
-            weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, id(weight) in in_layers))
+            weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, uses[id(weight)]))
     own_layers = [cast(Layer, layer) for module in modules for layer in module.layers.children()]
     # Under a pipeline there is no further prediction; it is the embedding's and the head's second pass.
     ahead = model.ahead if plan.pipeline == 1 else None
     own_layers += [] if ahead is None else [ahead.layer]
+    parts = [part for layer in own_layers for part in layer.parts()]
     layers = [
         tuple(
             sum(getattr(mixer, name).shape[0] for name, axes in mixer.axes.items() if axes[0] == axis) // plan.tensor
             for axis in ("heads", "kv_heads")
         )
-        for mixer in (layer.mixer for layer in own_layers if layer.mixer is not None)
+        for mixer in parts
+        if isinstance(mixer, Mixer)
     ]
+    part_widths = sum(_width_read(part, model.config.width) + model.config.width for part in parts)
     routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
     router_numbers = sum(router.num_counts for router in routers(model))
-    num_parts = sum(part is not None for layer in own_layers for part in (layer.mixer, layer.ffn))
     num_passes = 1 if ahead is None else 2
     num_embeddings, num_heads = (
         num_passes * any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
     )
     rows = [(q, kv) for q, kv in layers]
     return _Step(
-        plan, work, rank, weights, rows, num_parts, routed, router_numbers, num_embeddings, num_heads, model.config
+        plan, work, rank, weights, rows, part_widths, routed, router_numbers, num_embeddings, num_heads, model.config
     )
+
+
+def _width_read(part: Mixer | FeedForward, width: int) -> int:
+    """Numbers of a position that a part reads: the model's width unless its own weights say otherwise."""
+    read = (getattr(part, name).shape[-1] for name, axes in part.axes.items() if axes[-1] == "embed")
+    return int(next(read, width))
 
 
 def _data(step: _Step) -> None:
@@ -182,6 +196,8 @@ def _family(step: _Step, shards: tuple[str, ...], weights: Sequence[_Weight]) ->
         is_in_layer: itemsize * sum(step.padded(weight) for weight in weights if weight.is_in_layer == is_in_layer)
         for is_in_layer in (True, False)
     }
+    # What layers have in common is a unit of its own, which each of them gathers, and whose gradient each of them sums.
+    again = itemsize * sum(step.padded(weight) * (weight.uses - 1) for weight in weights if weight.uses > 1)
     everything = sum(padded.values())
     if not plan.is_sharded:
         step.add((*REPLICAS, *shards), "all-reduce", whole)
@@ -198,17 +214,18 @@ def _family(step: _Step, shards: tuple[str, ...], weights: Sequence[_Weight]) ->
         step.add(REPLICAS, "all-reduce", everything / step.grid.size(*shards))
     else:
         num_passes = step.work.num_micro_batches
-        step.add(shards, "all-gather", num_passes * everything)  # for forward
+        # For forward; what layers have in common is let go of after each, in forward or else in backward.
+        step.add(shards, "all-gather", num_passes * (everything + again))
         # What surrounds the layers is gathered again for backward, always: `loss` calls the model's own forward, and FSDP2 lets
         # go of the weights after the outer of two calls.
         step.add(shards, "all-gather", num_passes * padded[False])
         if plan.reshard is not None:
             flow = Flow(("shard",), "all-gather")
-            step.sent[flow] += num_passes * share_sent("all-gather", plan.reshard) * padded[True]
+            step.sent[flow] += num_passes * share_sent("all-gather", plan.reshard) * (padded[True] + again)
         elif plan.zero == 3:
-            step.add(shards, "all-gather", num_passes * padded[True])
-        step.add(shards, "reduce-scatter", everything)
-        step.add(REPLICAS, "all-reduce", everything / step.grid.size(*shards))
+            step.add(shards, "all-gather", num_passes * (padded[True] + again))
+        step.add(shards, "reduce-scatter", everything + again)
+        step.add(REPLICAS, "all-reduce", (everything + again) / step.grid.size(*shards))
 
 
 def _expert(step: _Step) -> None:
@@ -222,11 +239,11 @@ def _expert(step: _Step) -> None:
 def _tensor(step: _Step) -> None:
     """The sequence around each mixer, feed-forward network, embedding and head; the loss; gradients of uncut weights."""
     axes, num_passes = ("tensor",), step.work.num_micro_batches
-    hidden = step.num_tokens * step.config.width * step.work.compute.itemsize
     # Forward gathers before and scatters after each of the two parts of a layer, backward the other way round; the embedding
     # scatters and the head gathers, and backward the other way round.
+    widths = step.part_widths + step.config.width * (step.num_embeddings + step.num_heads)
     for kind in ("all-gather", "reduce-scatter"):
-        step.add(axes, kind, num_passes * hidden * (2 * step.num_parts + step.num_embeddings + step.num_heads))
+        step.add(axes, kind, num_passes * step.num_tokens * widths * step.work.compute.itemsize)
     # The largest logit, then the sum of exponentials and the target's logit, of each token.
     step.add(axes, "all-reduce", num_passes * 3 * step.num_tokens * step.wide * step.num_heads)
     uncut = sum(step.numbers(weight.kept) for weight in step.weights if not weight.cut.is_cut_along("tensor"))

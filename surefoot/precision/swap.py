@@ -19,14 +19,16 @@ Cut = Callable[[tuple[str, ...]], int | None]
 
 
 def quantised(layers: Sequence[tuple[str, nn.Module]], config: PrecisionConfig) -> Iterator[tuple[str, Block, str]]:
-    """The matrices that are to be quantised: full name, block and name there. `layers` are all layers with their names."""
+    """The matrices that are to be quantised: full name, block and name there. `layers` are all layers with their names.
+
+    What several layers have in common goes by the first of them, as its name does.
+    """
     if config.kind is None:
         return
+    met: set[nn.Module] = set()
     for number, (layer, module) in enumerate(layers):
-        if config.keeps(number, len(layers)):
-            continue
-        for path, block in module.named_modules(prefix=layer):
-            if isinstance(block, Block):
+        for path, block in module.named_modules(met, prefix=layer):
+            if isinstance(block, Block) and not config.keeps(number, len(layers)):
                 for name, axes in block.axes.items():
                     if weight_role(axes) == "matrix":
                         yield f"{path}.{name}", block, name

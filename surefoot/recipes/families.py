@@ -66,6 +66,16 @@ def nemotron_h_8b() -> Run:
     return _family("nemotron-h-8b", families.nemotron_h_8b())
 
 
+def zamba2_2_7b() -> Run:
+    """Mamba-2 and two transformer blocks that many layers share: see surefoot cost (extra hf)"""
+    return _family("zamba2-2-7b", families.zamba2_2_7b())
+
+
+def falcon_h1_7b() -> Run:
+    """Attention and Mamba-2 side by side: see surefoot cost (extra hf)"""
+    return _family("falcon-h1-7b", families.falcon_h1_7b())
+
+
 def rwkv7_2_9b() -> Run:
     """RWKV-7: see surefoot cost (extra hf)"""
     return _family("rwkv7-2-9b", families.rwkv7_2_9b())

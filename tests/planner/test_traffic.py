@@ -11,6 +11,9 @@ from torch import Tensor
 
 from surefoot.blocks.base import Initial, Router, RouterConfig, Routing, Tokens
 from surefoot.blocks.ffn.moe import MoEConfig
+from surefoot.blocks.mixers.attention import AttentionConfig
+from surefoot.blocks.mixers.common import CommonBlockConfig
+from surefoot.blocks.mixers.side_by_side import SideBySideConfig
 from surefoot.config import override
 from surefoot.dist.count import Amount, Counter, Counting, Flow
 from surefoot.dist.mesh import own_mesh
@@ -226,3 +229,27 @@ AHEAD: list[dict[str, Any]] = [
 def test_predicting_the_token_after_the_next_is_in_the_formulas(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
     """It passes embedding and head again, and one more layer."""
     assert_known(over(tiny, plan, "model.ahead_weight=0.3"), pool)
+
+
+COMMON: list[dict[str, Any]] = [
+    {"shard": 4, "zero": 3},
+    {"shard": 2, "zero": 2},
+    {"shard": 4, "zero": 3, "reshard": 2},
+    {"shard": 2, "zero": 1, "tensor": 2},
+    {"shard": 2, "zero": 3, "tensor": 2},
+    {"replicate": 2, "shard": 2, "zero": 3},
+    {"tensor": 2, "context": 2, "context_kind": "ring"},
+]
+
+
+@pytest.mark.parametrize("plan", COMMON, ids=name)
+def test_what_layers_have_in_common_travels_for_each_of_them(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
+    run = over(tiny, plan)
+    attention = AttentionConfig(num_heads=4, num_kv_heads=4)
+    changes = {
+        "depth": 4,
+        "mixer": SideBySideConfig(mixers=(attention, attention)),
+        "other_mixers": {"a": CommonBlockConfig(attention=attention, hidden=24, rank=4)},
+        "mixer_pattern": "am",
+    }
+    assert_known(run.model_copy(update={"model": run.model.model_copy(update=changes)}), pool)

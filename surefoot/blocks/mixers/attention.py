@@ -216,9 +216,12 @@ class Values(Block):
 
 
 class Attention(Mixer):
-    """Grouped-query attention; see `AttentionConfig`. `attend` may be swapped for a parallel form."""
+    """Grouped-query attention; see `AttentionConfig`. `attend` may be swapped for a parallel form.
 
-    def __init__(self, config: AttentionConfig, width: int, output_scale: float) -> None:
+    What comes out is as wide as what goes in unless `out_width` says otherwise.
+    """
+
+    def __init__(self, config: AttentionConfig, width: int, output_scale: float, out_width: int | None = None) -> None:
         super().__init__()
         self.config = config
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -231,7 +234,8 @@ class Attention(Mixer):
         if not self.reads_shared:
             self.add_weight("wk", (kv_size, width), ("kv_heads", "embed"), fan_in)
             self.add_weight("wv", (kv_size, width), ("kv_heads", "embed"), fan_in)
-        self.wo = self.add_weight("wo", (width, q_size), ("embed", "heads"), Initial(std=output_scale * q_size**-0.5))
+        output = Initial(std=output_scale * q_size**-0.5)
+        self.wo = self.add_weight("wo", (out_width or width, q_size), ("embed", "heads"), output)
         if config.gate == "sigmoid":
             self.add_weight("w_gate", (q_size, width), ("heads", "embed"), fan_in)
         if config.bias == "qkv":

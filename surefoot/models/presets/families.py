@@ -10,10 +10,12 @@ from surefoot.blocks.ffn.mlp import MLPConfig
 from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
+from surefoot.blocks.mixers.common import CommonBlockConfig
 from surefoot.blocks.mixers.delta_net import GatedDeltaNetConfig
 from surefoot.blocks.mixers.mamba2 import Mamba2Config
 from surefoot.blocks.mixers.mla import MLAConfig
 from surefoot.blocks.mixers.rwkv7 import RWKV7Config
+from surefoot.blocks.mixers.side_by_side import SideBySideConfig
 from surefoot.blocks.routers.sigmoid import SigmoidConfig
 from surefoot.blocks.routers.topk import TopKConfig
 from surefoot.models.decoder import DecoderConfig
@@ -167,6 +169,41 @@ def nemotron_h_8b() -> DecoderConfig:
         mixer_pattern=parts.replace("M", "s").replace("*", "m"),
         ffn=MLPConfig(hidden=21_504, activation="relu2"),
         ffn_pattern="".join("f" if part == "-" else "-" for part in parts),
+    )
+
+
+def zamba2_2_7b() -> DecoderConfig:
+    """In the style of Zamba2 2.7B (Glorioso et al., 2024): 54 layers of Mamba-2, and two transformer blocks that take turns
+    before nine of them, as layers of their own; Zamba2 adds what a block finds to what the next mixer reads."""
+    # In published layers, those of Mamba-2 before which a common block stands.
+    before = dict(zip((6, 12, 18, 24, 30, 36, 42, 47, 51), "abababab" + "a", strict=True))
+    common = CommonBlockConfig(
+        attention=AttentionConfig(num_heads=32, num_kv_heads=32, qk_norm="none", rope="none", scale=80**-0.5),
+        hidden=10_240,
+        rank=128,
+    )
+    pattern = "".join(before.get(layer, "") + "m" for layer in range(54))
+    return DecoderConfig(
+        vocab_size=32_000,
+        width=2560,
+        depth=len(pattern),
+        mixer=Mamba2Config(num_heads=80, head_size=64, state_size=64, norm_groups=1),
+        other_mixers={"a": common, "b": common},
+        mixer_pattern=pattern,
+        ffn_pattern="-",
+        tied=True,
+    )
+
+
+def falcon_h1_7b() -> DecoderConfig:
+    """Falcon-H1 7B (Zuo et al., 2025): attention and Mamba-2 side by side in every layer; without its constant factors."""
+    attention = AttentionConfig(num_heads=12, num_kv_heads=2, head_size=128, qk_norm="none", rope_theta=1e11)
+    return DecoderConfig(
+        vocab_size=130_048,
+        width=3072,
+        depth=44,
+        mixer=SideBySideConfig(mixers=(attention, Mamba2Config(num_heads=24, head_size=128, state_size=256))),
+        ffn=SwiGLUConfig(hidden=12_288),
     )
 
 
