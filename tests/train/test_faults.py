@@ -92,8 +92,14 @@ class Torchrun:
 
     def new_ranks(self, old: list[int]) -> list[int]:
         """The processes of the next life."""
-        self.until(lambda: len(self.ranks()) == 2 and not set(self.ranks()) & set(old))
-        return self.ranks()
+        found: list[int] = []
+
+        def are_there() -> bool:
+            found[:] = self.ranks()  # read once: the old ones die while we look
+            return len(found) == 2 and not set(found) & set(old)
+
+        self.until(are_there)
+        return found
 
     def until(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 90
