@@ -240,6 +240,26 @@ def generate(
     _verb("generate").run(run, prompt, tokens, sampling, not no_cache, step, allow or [])
 
 
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    tasks: Annotated[str, typer.Option("--tasks", help="Names of lm-eval's tasks, as in arc_easy,lambada_openai.")],
+    task_files: Annotated[
+        Path | None, typer.Option("--task-files", metavar="DIR", help="A folder of own task files of lm-eval.")
+    ] = None,
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before each question.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions a task at most.")] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=2, help="Tokens in sight; those it was trained on by default.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest by default.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all results here as JSON.")] = None,
+    allow: Allow = None,
+) -> None:
+    """Ask a trained run lm-eval's questions (extra eval), without an export."""
+    _verb("evaluate").run(run, tasks, task_files, shots, limit, length, step, out, allow or [])
+
+
 @app.command("import")
 def import_(
     source: Annotated[
