@@ -151,6 +151,18 @@ class Multimodal(nn.Module):
         """Targets without those that stand for images."""
         return targets_BL
 
+    @abstractmethod
+    def flops(self, length: int, num_images: int) -> float:
+        """Forward FLOPs of a row: `length` tokens that all see `num_images` images, scores that a mask hides counted too."""
+
+    @abstractmethod
+    def held_bytes(self, num_images: int, dtype: torch.dtype) -> int:
+        """Bytes that `seeing` keeps of one row's images."""
+
+    def _text_flops(self, length: int) -> float:
+        layers = sum(layer.flops(length, causal=False) for layer in self.text._layers())
+        return length * (layers + self.text.head.flops())
+
     def _images(self, images_BNCYX: Tensor, dtype: torch.dtype | None) -> Tensor:
         if images_BNCYX.dim() != 5 or images_BNCYX.shape[1] < 1:
             raise ValueError(
@@ -204,11 +216,24 @@ class LateFusion(Multimodal):
         """See `Multimodal.seeing`. Text before an image cannot see it and all after it does, so `seen_BLN` must be None."""
         if seen_BLN is not None:
             raise ValueError("images stand in the text here, which says who sees them: leave seen_BLN out")
-        config = self.config
-        layer = config.feature_layer + (config.vision.depth + 1 if config.feature_layer < 0 else 0)
-        features_NSW = self.vision(self._images(images_BNCYX, dtype), layer)
-        features_NPD = self.projector(features_NSW[:, 1:] if config.class_token == "dropped" else features_NSW)
+        features_NSW = self.vision(self._images(images_BNCYX, dtype), self._num_layers)
+        features_NPD = self.projector(features_NSW[:, 1:] if self.config.class_token == "dropped" else features_NSW)
         return SeeingInPlace(self, features_NPD.unflatten(0, images_BNCYX.shape[:2]).flatten(1, 2))
+
+    @property
+    def _num_layers(self) -> int:
+        """Of the encoder, those that features pass."""
+        layer = self.config.feature_layer
+        return layer + (self.config.vision.depth + 1 if layer < 0 else 0)
+
+    def flops(self, length: int, num_images: int) -> float:
+        """See `Multimodal.flops`."""
+        an_image = self.vision.flops(self._num_layers) + self.config.num_features * self.projector.flops()
+        return self._text_flops(length) + num_images * an_image
+
+    def held_bytes(self, num_images: int, dtype: torch.dtype) -> int:
+        """See `Multimodal.held_bytes`: their features, as wide as the language model."""
+        return num_images * self.config.num_features * self.config.text.width * dtype.itemsize
 
     def textual(self, targets_BL: Tensor) -> Tensor:
         """See `Multimodal.textual`."""
@@ -279,6 +304,28 @@ class CrossFusion(Multimodal):
             features_NPW = self.resampler(features_NPW)
         return SeeingAcross(self, features_NPW.unflatten(0, (rows, num)), seen_BLN)
 
+    @property
+    def num_features(self) -> int:
+        """Of one image, as cross-attention meets them."""
+        positions = self.config.vision.num_patches + 1
+        return positions if self.config.resampler is None else self.config.resampler.num_latents
+
+    def flops(self, length: int, num_images: int) -> float:
+        """See `Multimodal.flops`."""
+        an_image = self.vision.flops(self.config.vision.depth)
+        if self.resampler is not None:
+            an_image += self.resampler.flops(self.config.vision.num_patches + 1)
+        found = self._text_flops(length) + num_images * an_image
+        seen = num_images * self.num_features
+        return found + sum(layer.memory_flops() * seen + layer.flops(seen) * length for layer in self._cross())
+
+    def held_bytes(self, num_images: int, dtype: torch.dtype) -> int:
+        """See `Multimodal.held_bytes`: keys and values of each cross-attention."""
+        return sum(layer.memory_bytes(num_images * self.num_features, dtype) for layer in self._cross())
+
+    def _cross(self) -> list[CrossAttention]:
+        return cast(list[CrossAttention], list(self.cross))
+
 
 class SeeingAcross(Seeing):
     """Keys and values that each cross-attention makes of features (B, N, P, W) are held, and read by all tokens."""
@@ -286,7 +333,7 @@ class SeeingAcross(Seeing):
     def __init__(self, model: CrossFusion, features_BNPW: Tensor, seen_BLN: Tensor | None) -> None:
         super().__init__(model)
         self.every, self.num_features = model.config.every, features_BNPW.shape[2]
-        self.layers = cast(list[CrossAttention], list(model.cross))
+        self.layers = model._cross()
         self.seen_BLN = None if seen_BLN is None else seen_BLN.bool()
         self.memories = [layer.remember(features_BNPW.flatten(1, 2)) for layer in self.layers]
 

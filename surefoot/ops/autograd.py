@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,17 @@ class _Running(AbstractContextManager[None]):
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply(*arguments)`, or what the first run of this pass kept of it."""
+    """`function.apply(*arguments)`, or what the first run of this pass kept of it; never traced by `torch.compile`."""
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(function, arguments)
     tape = _current.get()
     return function.apply(*arguments) if tape is None else tape.call(function, arguments)
+
+
+@_disable_dynamo  # the public one imports all of the compiler at once
+def _untraced(function: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> Any:
+    """`apply` outside of a graph. Traced into one, attention fails or gets gradients of other values (torch 2.13)."""
+    return apply(function, *arguments)
 
 
 def decided(make: Callable[[], Tensor]) -> Tensor:

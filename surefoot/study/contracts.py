@@ -16,11 +16,12 @@ import itertools
 import json
 import pkgutil
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,10 @@ from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.checkpoint.load import load_into, open_checkpoint
 from surefoot.checkpoint.save import save
-from surefoot.config import ConfigError, from_dict, to_dict, to_json
+from surefoot.config import from_dict, to_dict, to_json
 from surefoot.data.dataset import CorpusConfig, WeightedSource
 from surefoot.data.sources.stdlib import StdlibConfig
 from surefoot.data.tokenizers.bytes import BytesConfig
-from surefoot.dist.pool import Pool
 from surefoot.infer.states import stored_bytes
 from surefoot.models.count import build_meta, flops_per_token
 from surefoot.models.decoder import Decoder, DecoderConfig
@@ -61,13 +61,12 @@ from surefoot.models.initialise import (
 )
 from surefoot.models.routing import routers
 from surefoot.ops.documents import Documents
+from surefoot.ops.loss import LossSums
 from surefoot.optim.adamw import AdamWConfig
 from surefoot.optim.schedule import LinearToZero
-from surefoot.parallel.apply import check
-from surefoot.parallel.plan import Plan
 from surefoot.precision.policy import PrecisionConfig
-from surefoot.study.trial import Share, trial
-from surefoot.study.verify import judge, num_micro_batches, reference_of
+from surefoot.study.trial import Share
+from surefoot.study.verify import reference_of
 from surefoot.train.run import Run, TrainConfig
 
 EXACT = 1e-10
@@ -76,6 +75,7 @@ BF16 = 0.03
 VOCABULARY, LENGTH = EXAMPLE_VOCABULARY, 32
 
 BlockConfig = MixerConfig | FeedForwardConfig | RouterConfig | ConnectionConfig
+Kind = TypeVar("Kind")
 KINDS: tuple[type[BlockConfig], ...] = (MixerConfig, FeedForwardConfig, RouterConfig, ConnectionConfig)
 
 
@@ -88,10 +88,44 @@ class InapplicableError(Exception):
 
 
 @dataclass(frozen=True)
-class Example:
-    """One block in a small model; `name` is its class without `Config`, and what is particular to it."""
+class Subject:
+    """What contracts are tried on: a part in a small model. `name` is its class without `Config`, and what sets it apart."""
 
     name: str
+
+    @property
+    @abstractmethod
+    def model(self) -> Any:
+        """The configuration of the model."""
+
+    @abstractmethod
+    def hidden(self, model: Any) -> Tensor:
+        """What a model makes of a fixed batch."""
+
+    @abstractmethod
+    def loss(self, model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, LossSums]:
+        """Its objective on that batch, and the parts."""
+
+    def built(self) -> Any:
+        """The model in fp64, its weights drawn and those that all start alike drawn anew; states too."""
+        model = self.model.build().double()
+        initialise(model, 0)
+        starts = constant_starts(model)
+        with torch.no_grad():
+            for full_name, block, name in itertools.chain(named_weights(model), named_states(model)):
+                tensor: Tensor = getattr(block, name)
+                if not tensor.is_floating_point():
+                    tensor.add_(3)
+                elif full_name in starts or name in block.states:
+                    noise = torch.randn(tensor.shape, generator=generator_for(1, full_name), dtype=torch.float64)
+                    tensor.add_(0.3 * noise)
+        return model
+
+
+@dataclass(frozen=True)
+class Example(Subject):
+    """A block of a decoder."""
+
     config: BlockConfig
 
     @cached_property
@@ -148,20 +182,13 @@ class Example:
         """What one process trains, and how far from it a layout may be."""
         return reference_of(self.run)
 
-    def built(self) -> Decoder:
-        """The model in fp64, its weights drawn and those that all start alike drawn anew; states too."""
-        model = self.model.build().double()
-        initialise(model, 0)
-        starts = constant_starts(model)
-        with torch.no_grad():
-            for full_name, block, name in itertools.chain(named_weights(model), named_states(model)):
-                tensor: Tensor = getattr(block, name)
-                if not tensor.is_floating_point():
-                    tensor.add_(3)
-                elif full_name in starts or name in block.states:
-                    noise = torch.randn(tensor.shape, generator=generator_for(1, full_name), dtype=torch.float64)
-                    tensor.add_(0.3 * noise)
-        return model
+    def hidden(self, model: Decoder) -> Tensor:
+        """See `Subject.hidden`."""
+        return model(_tokens(2), Documents(None, LENGTH))  # type: ignore[no-any-return]
+
+    def loss(self, model: Decoder, dtype: torch.dtype | None = None) -> tuple[Tensor, LossSums]:
+        """See `Subject.loss`."""
+        return model.loss(*batch(), Documents(None, LENGTH), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -173,26 +200,37 @@ class Finding:
     failure: str | None = None
 
 
-Contract = Callable[[Example], float]
+Contract = Callable[[Any], float]
+"""Of a `Subject` of one kind; those that speak of no kind hold for all."""
 
 
 def find_blocks() -> list[type[BlockConfig]]:
-    """Every concrete block under `surefoot.blocks`."""
+    """Every concrete block of a decoder under `surefoot.blocks`."""
+    return [cls for kind in KINDS for cls in found_under(kind)]
+
+
+def found_under(kind: type[Kind]) -> list[type[Kind]]:
+    """Every concrete class of a kind under `surefoot.blocks`, whose modules are all imported."""
     for module in pkgutil.walk_packages(blocks.__path__, f"{blocks.__name__}."):
         importlib.import_module(module.name)
-    found = [cls for kind in KINDS for cls in _descendants(kind)]
-    return [cls for cls in found if cls.__module__.startswith(f"{blocks.__name__}.") and not inspect.isabstract(cls)]
+    found = [cls for cls in _descendants(kind) if cls.__module__.startswith(f"{blocks.__name__}.")]
+    return [cls for cls in found if not inspect.isabstract(cls)]
 
 
 def examples_of(cls: type[BlockConfig]) -> list[Example]:
     """Those that a block gives; `BrokenError` where it gives none."""
-    name, given = cls.__name__.removesuffix("Config"), cls.examples()
+    return [Example(name, config) for name, config in named_examples(cls, cls.examples())]
+
+
+def named_examples(cls: type[Kind], given: Mapping[str, Kind]) -> list[tuple[str, Kind]]:
+    """With the class's name; `BrokenError` where there are none."""
+    name = cls.__name__.removesuffix("Config")
     if not given:
         raise BrokenError(f"{cls.__name__} gives no examples: see MixerConfig.examples")
-    return [Example(f"{name}: {what}" if what else name, config) for what, config in given.items()]
+    return [(f"{name}: {what}" if what else name, config) for what, config in given.items()]
 
 
-def try_on(example: Example, contract: Contract) -> Finding:
+def try_on(example: Subject, contract: Contract) -> Finding:
     """Run one contract. Whatever the block itself raises is a failure as well, and hides no other block's."""
     try:
         worst = contract(example)
@@ -218,8 +256,8 @@ def causal(example: Example) -> float:
     if example.looks_ahead:
         if in_training <= EXACT:
             raise BrokenError("says that it looks ahead in training, and no leak is found")
-        return _at_most(leaked, EXACT, "outputs change with later tokens where nothing is trained")
-    return _at_most(max(leaked, in_training), EXACT, "outputs change with later tokens")
+        return at_most(leaked, EXACT, "outputs change with later tokens where nothing is trained")
+    return at_most(max(leaked, in_training), EXACT, "outputs change with later tokens")
 
 
 def isolated(example: Example) -> float:
@@ -233,14 +271,14 @@ def isolated(example: Example) -> float:
         packed_BLD = model(tokens_BL, Documents(ids_BL, LENGTH))
         for _, (start, stop) in _runs(bounds):
             alone_BLD = model(tokens_BL[:, start:stop], Documents(None, stop - start))
-            worst = max(worst, _error(packed_BLD[:, start:stop], alone_BLD))
+            worst = max(worst, relative_error(packed_BLD[:, start:stop], alone_BLD))
             if example.looks_ahead:
                 continue
             weight = model.embedding.weight
             (grad_VD,) = torch.autograd.grad(packed_BLD[:, start:stop].square().sum(), weight, retain_graph=True)
             others = torch.cat([tokens_BL[0, :start], tokens_BL[0, stop:]])
             worst = max(worst, float(grad_VD[others].abs().max()))
-    return _at_most(worst, EXACT, "documents packed together see each other")
+    return at_most(worst, EXACT, "documents packed together see each other")
 
 
 @torch.no_grad()
@@ -254,13 +292,14 @@ def stepwise(example: Example) -> float:
             model(tokens_BL[:, start:stop], Documents(None, stop - start, start=start), states)
             for start, stop in itertools.pairwise((0, *stops))
         ]
-        worst = max(worst, _error(torch.cat(parts, 1), whole_BLD))
-    return _at_most(worst, EXACT, "passes in parts differ from one pass")
+        worst = max(worst, relative_error(torch.cat(parts, 1), whole_BLD))
+    return at_most(worst, EXACT, "passes in parts differ from one pass")
 
 
-def complete(example: Example) -> float:
+def complete(example: Subject) -> float:
     """On meta nothing has memory; then every weight has axes and a distribution that fills it, and buffers start at 0."""
-    model = build_meta(example.model)
+    with torch.device("meta"):
+        model = example.model.build()
     solid = [name for name, tensor in _tensors_of(model) if not tensor.is_meta]
     if solid:
         raise BrokenError(f"{solid[0]} has memory on meta")
@@ -272,7 +311,7 @@ def complete(example: Example) -> float:
     unfilled = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if unfilled:
         raise BrokenError(f"{unfilled[0]} is not filled by its initial distribution")
-    if not model.loss(*_batch(), Documents(None, LENGTH))[0].isfinite():
+    if not example.loss(model)[0].isfinite():
         raise BrokenError("the loss of the initial model is no number")
     return 0.0
 
@@ -285,7 +324,7 @@ def counted(example: Example) -> float:
     model = example.built().float()
     for mixer in model.mixers():
         mixer.use_plain()
-    tokens_BL, targets_BL = _batch()
+    tokens_BL, targets_BL = batch()
     with FlopCounterMode(display=False) as counter:
         model.loss(tokens_BL, targets_BL, Documents(None, LENGTH))[0].backward()
     declared = flops_per_token(model, LENGTH)["full"] * tokens_BL.numel()
@@ -315,20 +354,20 @@ def stored(example: Example) -> float:
     return 0.0
 
 
-def narrow(example: Example) -> float:
+def narrow(example: Subject) -> float:
     """With bf16 activations the loss is that of fp64 but for rounding, and every weight has a finite gradient of its dtype."""
-    model, (tokens_BL, targets_BL), docs = example.built(), _batch(), Documents(None, LENGTH)
-    wide = float(model.loss(tokens_BL, targets_BL, docs)[1].nll)
+    model = example.built()
+    wide = float(example.loss(model)[1].nll)
     model = model.float()
-    objective, sums = model.loss(tokens_BL, targets_BL, docs, dtype=torch.bfloat16)
+    objective, sums = example.loss(model, torch.bfloat16)
     objective.backward()
     for name, weight in model.named_parameters():
         if weight.grad is not None and not (weight.grad.dtype is weight.dtype and weight.grad.isfinite().all()):
             raise BrokenError(f"the gradient of {name} is not finite or of another dtype in bf16")
-    return _at_most(abs(float(sums.nll) - wide) / wide, BF16, "the loss in bf16 differs from fp64")
+    return at_most(abs(float(sums.nll) - wide) / wide, BF16, "the loss in bf16 differs from fp64")
 
 
-def saved(example: Example) -> float:
+def saved(example: Subject) -> float:
     """Weights and states come back from a checkpoint with the same bits, into a model drawn otherwise."""
     model, other = example.built(), example.built()
     tensors, restored = _logical(model), _logical(other)
@@ -337,18 +376,17 @@ def saved(example: Example) -> float:
             tensor.zero_()
     with tempfile.TemporaryDirectory() as folder:
         load_into(open_checkpoint(save(Path(folder), 1, tensors, {})), restored)
-    docs = Documents(None, LENGTH)
     with torch.no_grad():
-        if not torch.equal(model(_tokens(2), docs), other(_tokens(2), docs)):
+        if not torch.equal(example.hidden(model), example.hidden(other)):
             raise BrokenError("a model read back computes something else: something is neither a weight nor a state")
     if any(not torch.equal(tensor, restored[name]) for name, tensor in tensors.items()):
         raise BrokenError("weights read back differ")
     return 0.0
 
 
-def described(example: Example) -> float:
+def described(example: Subject) -> float:
     """The configuration comes back from its JSON as itself, and builds the same weights."""
-    again = from_dict(json.loads(to_json(example.model)), DecoderConfig)
+    again = from_dict(json.loads(to_json(example.model)), type(example.model))
     if again != example.model or to_dict(again) != to_dict(example.model):
         raise BrokenError("the configuration read back differs")
     return 0.0
@@ -368,52 +406,7 @@ SINGLE: Mapping[str, Contract] = {
 """Contracts that one process tries in a moment, by the head of their column."""
 
 
-LAYOUTS: Mapping[str, Sequence[Plan]] = {
-    "shard": (Plan(shard=2, zero=3), Plan(replicate=2)),
-    "tensor": (Plan(tensor=2),),
-    "context": tuple(Plan(context=2, context_kind=kind) for kind in ("gather", "ulysses", "ring")),
-    "pipeline": (Plan(pipeline=2),),
-    "expert": (Plan(expert=2),),
-}
-"""Layouts on two ranks that train what one process trains. A cell without any legal plan says why the first is not."""
-
-
-def on_ranks(plans: Sequence[Plan], pool: Pool) -> Contract:
-    """The contract that the plans train the same parameters as one process (`study.verify`)."""
-
-    def trained_alike(example: Example) -> float:
-        if example.looks_ahead:
-            raise InapplicableError(
-                "in training each token's experts depend on which others lie in its micro-batch, so another cut of the batch "
-                "is another function"
-            )
-        worst, refusals, has_run = 0.0, [], False
-        for plan in plans:
-            try:
-                check(plan, example.model, LENGTH)
-            except ConfigError as refusal:
-                refusals.append(str(refusal))
-                continue
-            has_run = True
-            with tempfile.TemporaryDirectory() as folder:
-                shares = pool.run(trial, example.run, plan, num_micro_batches(plan), Path(folder))
-            verdict = judge(plan, shares, *example.reference)
-            if verdict.failure:
-                raise BrokenError(f"{plan.describe()}: {verdict.failure}")
-            worst = max(worst, *verdict.worst.values())
-        if not has_run:
-            raise InapplicableError(refusals[0])
-        return worst
-
-    return trained_alike
-
-
-def all_contracts(pool: Pool) -> dict[str, Contract]:
-    """By the head of their column."""
-    return {**SINGLE, **{name: on_ranks(plans, pool) for name, plans in LAYOUTS.items()}}
-
-
-def _descendants(cls: type[BlockConfig]) -> Iterator[type[BlockConfig]]:
+def _descendants(cls: type[Kind]) -> Iterator[type[Kind]]:
     for child in cls.__subclasses__():
         yield child
         yield from _descendants(child)
@@ -425,7 +418,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}.{key}", value) for key, value in vars(module).items() if isinstance(value, Tensor))
 
 
-def _logical(model: Decoder) -> dict[str, Tensor]:
+def _logical(model: nn.Module) -> dict[str, Tensor]:
     named = itertools.chain(named_weights(model), named_states(model))
     return {full_name: getattr(block, name).detach() for full_name, block, name in named}
 
@@ -437,7 +430,7 @@ def _leak(model: Decoder, tokens_BL: Tensor, place: int) -> float:
     before_BLD, after_BLD = model(tokens_BL, docs).detach(), model(changed_BL, docs).detach()
     if torch.equal(before_BLD[:, place], after_BLD[:, place]):
         raise BrokenError("an output does not depend on its own token")
-    return _error(after_BLD[:, :place], before_BLD[:, :place])
+    return relative_error(after_BLD[:, :place], before_BLD[:, :place])
 
 
 def _gradient_leak(model: Decoder, tokens_BL: Tensor) -> float:
@@ -456,7 +449,7 @@ def _tokens(batch: int, seed: int = 3) -> Tensor:
     return torch.randint(VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def _batch() -> tuple[Tensor, Tensor]:
+def batch() -> tuple[Tensor, Tensor]:
     return _tokens(2), _tokens(2, 4)
 
 
@@ -464,12 +457,12 @@ def _runs(bounds: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
     return list(enumerate(itertools.pairwise(bounds)))
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
+def relative_error(found: Tensor, wanted: Tensor) -> float:
     """The largest difference, relative to the largest value; NaN where anything is."""
     return float((found - wanted).detach().abs().max() / wanted.detach().abs().max().clamp_min(1e-300))
 
 
-def _at_most(error: float, allowed: float, what: str) -> float:
+def at_most(error: float, allowed: float, what: str) -> float:
     if not error <= allowed:
         raise BrokenError(f"{what}: by {error:.1e}, allowed {allowed:.0e}")
     return error

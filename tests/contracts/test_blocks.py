@@ -11,29 +11,43 @@ from torch import Tensor
 
 from surefoot.blocks.base import Exact
 from surefoot.blocks.ffn.swiglu import SwiGLU, SwiGLUConfig
+from surefoot.blocks.fusion.cross_attention import CrossAttention, CrossAttentionConfig
+from surefoot.blocks.fusion.projector import Projector, ProjectorConfig
+from surefoot.blocks.fusion.resampler import ResamplerConfig, ResamplerLayer
+from surefoot.blocks.images import ImagePartConfig
 from surefoot.blocks.mixers.attention import Attention, AttentionConfig, KVState
 from surefoot.blocks.routers.topk import TopK
 from surefoot.cli.verbs import contracts as verb
 from surefoot.config import ConfigError
 from surefoot.dist.pool import Pool
+from surefoot.ops import attention
 from surefoot.ops.documents import Documents
 from surefoot.study.contracts import (
-    LAYOUTS,
     SINGLE,
     BlockConfig,
     BrokenError,
     Example,
+    Subject,
     examples_of,
     find_blocks,
-    on_ranks,
     try_on,
 )
+from surefoot.study.image_contracts import IMAGES, ImageExample, find_image_parts, image_examples_of
+from surefoot.study.laid_contracts import LAYOUTS, compiled, contracts_of, on_ranks
 
 BLOCKS = find_blocks()
 # One block without examples fails its own test below, and hides no other's.
 BY_BLOCK = [examples_of(cls) for cls in BLOCKS if cls.examples()]
 EXAMPLES = [example for examples in BY_BLOCK for example in examples]
+IMAGE_EXAMPLES = [example for cls in find_image_parts() for example in image_examples_of(cls)]
 FIRST = [examples[0] for examples in BY_BLOCK]
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def replaced(owner: type, name: str, wrong: object) -> Fault:
+    return lambda patch: patch.setattr(owner, name, wrong)
 
 
 @pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
@@ -55,6 +69,57 @@ def test_every_layout_trains_every_block_alike(example: Example, layouts: str, p
     finding = try_on(example, on_ranks(LAYOUTS[layouts], pool))
     assert finding.failure is None
     assert finding.worst is not None or finding.reason
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("example", [*EXAMPLES, *IMAGE_EXAMPLES], ids=lambda example: example.name)
+def test_a_compiler_changes_no_gradient(example: Subject) -> None:
+    assert try_on(example, compiled).failure is None
+
+
+@pytest.mark.long
+def test_gradients_that_a_compiler_spoils_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 that traces the hand-written gradient of attention."""
+    example = next(e for e in EXAMPLES if e.name == "Attention: gqa")
+    assert try_on(example, compiled).failure is None
+    monkeypatch.setattr(attention, "apply", lambda function, *arguments: function.apply(*arguments))
+    assert try_on(Example(example.name, example.config), compiled).failure is not None
+
+
+@pytest.mark.parametrize("contract", IMAGES)
+@pytest.mark.parametrize("example", IMAGE_EXAMPLES, ids=lambda example: example.name)
+def test_every_part_for_images_keeps_every_contract(example: ImageExample, contract: str) -> None:
+    finding = try_on(example, IMAGES[contract])
+    assert finding.failure is None
+    assert finding.reason is None
+
+
+def mixed(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A projector that mixes the images of a batch."""
+    return lambda self, x: real(self, x + x.mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "contract", "fault", "said"),
+    [
+        (ProjectorConfig, "packing", replaced(Projector, "forward", mixed(Projector.forward)), "each other's images"),
+        (ProjectorConfig, "causal", replaced(Projector, "forward", mixed(Projector.forward)), "do not see"),
+        (CrossAttentionConfig, "bytes", replaced(CrossAttention, "memory_bytes", lambda *_: 7), "declares 14 bytes"),
+        (CrossAttentionConfig, "FLOPs", replaced(CrossAttention, "flops", lambda *_: 1.0), "are measured"),
+        (ResamplerConfig, "FLOPs", replaced(ResamplerLayer, "flops", lambda *_: 1.0), "are measured"),
+    ],
+)
+def test_contracts_of_images_catch_their_faults(
+    part: type[ImagePartConfig], contract: str, fault: Fault, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert said in (try_on(image_examples_of(part)[0], IMAGES[contract]).failure or "")
+
+
+def test_layouts_of_images_say_why_there_are_none(pool: Pool) -> None:
+    example = IMAGE_EXAMPLES[0]
+    findings = [try_on(example, contracts_of(example, pool)[layouts]) for layouts in LAYOUTS]
+    assert all("a run trains a decoder of text" in (finding.reason or "") for finding in findings)
 
 
 @pytest.mark.long
@@ -83,9 +148,6 @@ def test_a_block_without_examples_is_broken() -> None:
         examples_of(Silent)
 
 
-Fault = Callable[[pytest.MonkeyPatch], None]
-
-
 def forward(change: Callable[[Attention, Tensor, Documents, object], Tensor]) -> Fault:
     """Attention with something wrong."""
 
@@ -106,10 +168,6 @@ def trace(x_BLD: Tensor, decay: float) -> Tensor:
     for place in range(x_BLD.shape[1] - 1):
         y.append(decay * y[-1] + x_BLD[:, place])
     return torch.stack(y, 1)
-
-
-def replaced(owner: type, name: str, wrong: object) -> Fault:
-    return lambda patch: patch.setattr(owner, name, wrong)
 
 
 def stray_weight(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from surefoot.blocks.base import MixerConfig
 from surefoot.dist.pool import Pool
-from surefoot.study.contracts import LAYOUTS, SINGLE, Example, examples_of, on_ranks, try_on
+from surefoot.study.contracts import SINGLE, Example, examples_of, try_on
+from surefoot.study.laid_contracts import LAYOUTS, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "new-block.md"
 NAME = "surefoot.blocks.mixers.average"

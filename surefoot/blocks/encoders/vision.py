@@ -6,20 +6,22 @@ H heads, K head size.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from functools import partial
+from typing import Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surefoot.blocks.base import Block, Initial
+from surefoot.blocks.images import EXAMPLE_IMAGE, ImagePartConfig
 from surefoot.blocks.norm import LayerNorm
-from surefoot.config import Config, FieldError
+from surefoot.config import FieldError
 from surefoot.ops.activations import ACTIVATIONS
 from surefoot.ops.cross_attention import attend_all
 
 
-class VisionConfig(Config):
+class VisionConfig(ImagePartConfig):
     """Patches and a class token, learned positions, a norm, `depth` pre-norm layers with biases; square images of one size."""
 
     image_size: int = Field(gt=0, description="height and width in pixels")
@@ -44,6 +46,12 @@ class VisionConfig(Config):
     def num_patches(self) -> int:
         """Of one image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `ImagePartConfig.examples`."""
+        example = partial(cls, image_size=EXAMPLE_IMAGE, patch_size=2, width=12, depth=2, num_heads=2, hidden=20)
+        return {"": example(), "gelu, one channel": example(activation="gelu", num_channels=1)}
 
     def build(self) -> Vision:
         """The encoder, its weights unfilled."""
@@ -74,6 +82,10 @@ class Patches(Block):
         x_NSD: Tensor = torch.cat((token_N1D, x_NPD), 1) + self.places.to(x_NPD.dtype)
         return x_NSD
 
+    def flops(self) -> float:
+        """Forward FLOPs an image."""
+        return 2.0 * self.config.num_patches * self.w_patch.numel()
+
 
 class Look(Block):
     """Attention of all positions over all, with biases."""
@@ -97,6 +109,11 @@ class Look(Block):
         bo: Tensor = self.get_parameter("bo")
         return self.linear(y_NSHK.flatten(2), "wo") + bo.to(x_NSD.dtype)
 
+    def flops(self, num_positions: int) -> float:
+        """Forward FLOPs a position."""
+        matrices = sum(weight.numel() for weight in self.parameters() if weight.dim() == 2)
+        return 2.0 * matrices + 4.0 * num_positions * self.get_parameter("wq").shape[0]
+
 
 class Network(Block):
     """Two projections with biases."""
@@ -116,6 +133,10 @@ class Network(Block):
         h_NSF = self.activation(self.linear(x_NSD, "w_up") + self.b_up.to(x_NSD.dtype))
         return self.linear(h_NSF, "w_down") + self.b_down.to(x_NSD.dtype)
 
+    def flops(self) -> float:
+        """Forward FLOPs a position."""
+        return 2.0 * (self.w_up.numel() + self.w_down.numel())
+
 
 class VisionLayer(nn.Module):
     """x + look(norm(x)), then x + network(norm(x))."""
@@ -133,6 +154,10 @@ class VisionLayer(nn.Module):
         y_NSD: Tensor = x_NSD + self.network(self.norm_network(x_NSD))
         return y_NSD
 
+    def flops(self, num_positions: int) -> float:
+        """Forward FLOPs a position."""
+        return self.look.flops(num_positions) + self.network.flops()
+
 
 class Vision(nn.Module):
     """See `VisionConfig`. Published encoders have a norm for the class token after the last layer (`norm_class`): no language
@@ -149,6 +174,14 @@ class Vision(nn.Module):
     def forward(self, images_NCYX: Tensor, num_layers: int) -> Tensor:
         """What the first `num_layers` layers make of images, (N, S, D) in the images' dtype."""
         x_NSD: Tensor = self.norm(self.patches(images_NCYX))
-        for layer in self.layers[:num_layers]:
+        for layer in self._first(num_layers):
             x_NSD = layer(x_NSD)
         return x_NSD
+
+    def flops(self, num_layers: int) -> float:
+        """Forward FLOPs an image through so many layers."""
+        size = self.config.num_patches + 1
+        return self.patches.flops() + size * sum(layer.flops(size) for layer in self._first(num_layers))
+
+    def _first(self, num_layers: int) -> list[VisionLayer]:
+        return cast(list[VisionLayer], list(self.layers))[:num_layers]

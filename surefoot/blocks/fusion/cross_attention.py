@@ -5,19 +5,21 @@ Legend: B batch, L length, D width, S features of all images of a row, W their w
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from surefoot.blocks.base import Block, Initial
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
+from surefoot.blocks.images import ImagePartConfig
 from surefoot.blocks.norm import RMSNorm
-from surefoot.config import Config, FieldError
+from surefoot.config import FieldError
 from surefoot.ops.cross_attention import attend_all
 
 
-class CrossAttentionConfig(Config):
+class CrossAttentionConfig(ImagePartConfig):
     """x + tanh(a) read(norm(x)), then x + tanh(b) network(norm(x)); a and b start at 0, where the layer does nothing."""
 
     num_heads: int = Field(gt=0)
@@ -27,6 +29,14 @@ class CrossAttentionConfig(Config):
     )
     gate: Literal["one", "vector"] = Field(default="one", description="one number, or one a component")
     norm_eps: float = Field(default=1e-6, gt=0)
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `ImagePartConfig.examples`."""
+        return {
+            "one gate": cls(num_heads=2, hidden=24),
+            "gates, qk-norm": cls(num_heads=2, hidden=24, gate="vector", qk_norm="head"),
+        }
 
     def check_width(self, width: int) -> None:
         """Raise `FieldError` where its heads cannot share the model's width."""
@@ -70,7 +80,10 @@ class CrossAttention(Block):
     def remember(self, x_BSW: Tensor) -> Memory:
         """What tokens will read of features (B, S, W)."""
         k_BSHK, v_BSHK = self.linear(x_BSW, "wk", "wv").unflatten(-1, (-1, self.head_size)).chunk(2, 2)
-        return Memory(k_BSHK if self.norm_k is None else self.norm_k(k_BSHK), v_BSHK)
+        if self.norm_k is None:
+            return Memory(k_BSHK, v_BSHK)
+        # A copy where the memory is held for decoding: keys before their norm would be held beside the values.
+        return Memory(self.norm_k(k_BSHK), v_BSHK if torch.is_grad_enabled() else v_BSHK.contiguous())
 
     def forward(self, x_BLD: Tensor, memory: Memory, seen_BLS: Tensor | None) -> Tensor:
         """(B, L, D) to (B, L, D); tokens that see no feature read 0."""
@@ -80,3 +93,16 @@ class CrossAttention(Block):
         x_BLD = x_BLD + self.gate_read.tanh().to(x_BLD.dtype) * read_BLD
         y_BLD: Tensor = x_BLD + self.gate_network.tanh().to(x_BLD.dtype) * self.network(self.norm_network(x_BLD))
         return y_BLD
+
+    def flops(self, num_features: int) -> float:
+        """Forward FLOPs a token that reads so many features."""
+        matrices = self.get_parameter("wq").numel() + self.get_parameter("wo").numel()
+        return 2.0 * matrices + 4.0 * num_features * self.get_parameter("wq").shape[0] + self.network.flops()
+
+    def memory_flops(self) -> float:
+        """Forward FLOPs of what one feature is remembered by."""
+        return 2.0 * (self.get_parameter("wk").numel() + self.get_parameter("wv").numel())
+
+    def memory_bytes(self, num_features: int, dtype: torch.dtype) -> int:
+        """Bytes that so many features of one sequence are remembered in."""
+        return 2 * num_features * self.get_parameter("wk").shape[0] * dtype.itemsize

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 from torch import Tensor
 
 from surefoot.blocks.base import Block, Initial
-from surefoot.config import Config
+from surefoot.blocks.images import ImagePartConfig
 from surefoot.ops.activations import ACTIVATIONS
 
 
-class ProjectorConfig(Config):
+class ProjectorConfig(ImagePartConfig):
     """activation(x W1) W2, both as wide as the language model."""
 
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"] = Field(default="gelu")
     bias: Literal["none", "both"] = Field(default="both", description="of which projections")
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `ImagePartConfig.examples`."""
+        return {"biases": cls(), "no biases": cls(activation="silu", bias="none")}
 
     def build(self, *, features: int, width: int) -> Projector:
         """Of features of that width, for a language model of `width`."""
@@ -38,6 +43,10 @@ class Projector(Block):
     def forward(self, x_NPW: Tensor) -> Tensor:
         """(N, P, W) to (N, P, D)."""
         return self._map(self.activation(self._map(x_NPW, "in")), "out")
+
+    def flops(self) -> float:
+        """Forward FLOPs a patch."""
+        return 2.0 * sum(weight.numel() for weight in self.parameters() if weight.dim() == 2)
 
     def _map(self, x: Tensor, name: str) -> Tensor:
         y = self.linear(x, f"w_{name}")

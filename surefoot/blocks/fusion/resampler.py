@@ -5,7 +5,7 @@ Legend: N images, S features, Z latents, W their width, H heads, K head size.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self, cast
 
 import torch
 from pydantic import Field
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from surefoot.blocks.base import Block, Initial
 from surefoot.blocks.ffn.mlp import MLPConfig
+from surefoot.blocks.images import ImagePartConfig
 from surefoot.blocks.norm import LayerNorm
-from surefoot.config import Config
 from surefoot.ops.cross_attention import attend_all
 
 
-class ResamplerConfig(Config):
+class ResamplerConfig(ImagePartConfig):
     """Latents that read features and themselves `depth` times, each followed by a network of ReLU, four times as wide."""
 
     num_latents: int = Field(gt=0)
@@ -28,6 +28,11 @@ class ResamplerConfig(Config):
     qk_norm: Literal["none", "head"] = Field(
         default="none", description="layer norm of queries and keys, each head alone"
     )
+
+    @classmethod
+    def examples(cls) -> dict[str, Self]:
+        """See `ImagePartConfig.examples`."""
+        return {norm: cls(num_latents=3, depth=2, num_heads=2, head_size=4, qk_norm=norm) for norm in ("none", "head")}
 
     def build(self, *, width: int) -> Resampler:
         """Of features of `width`, to latents of the same."""
@@ -50,6 +55,11 @@ class Resampler(Block):
             z_NZW = layer(z_NZW, x_NSW)
         normed_NZW: Tensor = self.norm(z_NZW)
         return normed_NZW
+
+    def flops(self, num_features: int) -> float:
+        """Forward FLOPs for so many features of an image."""
+        layers = cast(list[ResamplerLayer], list(self.layers))
+        return sum(layer.flops(num_features, self.latents.shape[0]) for layer in layers)
 
 
 class ResamplerLayer(Block):
@@ -80,3 +90,9 @@ class ResamplerLayer(Block):
         z_NZW = z_NZW + self.linear(attend_all(q_NZHK, k_NSHK, v_NSHK).flatten(2), "wo")
         y_NZW: Tensor = z_NZW + self.network(self.norm_network(z_NZW))
         return y_NZW
+
+    def flops(self, num_features: int, num_latents: int) -> float:
+        """Forward FLOPs for so many features and latents of an image."""
+        (size, width), num_read = self.get_parameter("wq").shape, num_features + num_latents
+        ends = num_latents * (4.0 * size * width + self.network.flops())
+        return ends + 4.0 * num_read * size * width + 4.0 * num_latents * num_read * size
