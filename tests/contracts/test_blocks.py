@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -34,6 +35,7 @@ from surefoot.study.contracts import (
 )
 from surefoot.study.image_contracts import IMAGES, ImageExample, find_image_parts, image_examples_of
 from surefoot.study.laid_contracts import LAYOUTS, compiled, contracts_of, on_ranks
+from tests.spread import spread
 
 BLOCKS = find_blocks()
 # One block without examples fails its own test below, and hides no other's.
@@ -63,8 +65,11 @@ def test_every_block_keeps_every_contract(example: Example, contract: str) -> No
     assert finding.reason is None, "every contract of one process applies to every block"
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("example", FIRST, ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    ("example", "layouts"),
+    spread(itertools.product(FIRST, LAYOUTS), 3),  # 3 and the number of layouts have no factor in common: all come up
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_every_layout_trains_every_block_alike(example: Example, layouts: str, pool: Pool) -> None:
     finding = try_on(example, on_ranks(LAYOUTS[layouts], pool))
     assert finding.failure is None

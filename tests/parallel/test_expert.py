@@ -209,13 +209,14 @@ def straight(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("first", "second"),
     spread(
         [
-            (Plan(expert=2, shard=2), Plan()),
+            (Plan(expert=2, shard=2), Plan(expert=4)),
             (Plan(), Plan(expert=4)),
             (Plan(expert=2, shard=2, zero=1, tensor=2), Plan(expert=4, context=2)),
             (Plan(pipeline=2, shard=2), Plan(expert=2, replicate=2)),
             (Plan(pipeline=2, expert=2), Plan(shard=4)),
+            (Plan(expert=2, shard=2), Plan()),
         ],
-        2,
+        6,
     ),
     ids=Plan.describe,
 )

@@ -133,7 +133,7 @@ PIPELINES_TIED = [(plan, TIED[(number + other) % 2]) for number, plan in enumera
 """Every schedule comes first once, tied and untied in turn."""
 
 
-@pytest.mark.parametrize(("plan", "tied"), spread(PIPELINES_TIED, 2), ids=name)
+@pytest.mark.parametrize(("plan", "tied"), spread(PIPELINES_TIED, 4), ids=name)
 def test_so_do_the_ranks_of_a_pipeline(tiny: Tiny, pool: Pool, plan: dict[str, Any], tied: str) -> None:
     """Nine layers, which no number of stages divides, and as many micro-batches as every schedule takes."""
     run = over(

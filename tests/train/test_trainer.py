@@ -448,7 +448,7 @@ def _killed_at(run: Run, path: Path, delay: float) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.parametrize("wanted", [5, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("wanted", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_at_random_moments_the_end_is_bitwise_the_same(tiny: Tiny, tmp_path: Path, wanted: int) -> None:
     """kill -9 at random moments, set-up, steps and saves alike; then the run ends as if nothing had happened."""
     run = tiny("train.num_steps=400", "checkpoint.every=5", "observe.evaluate_every=50")
