@@ -311,7 +311,7 @@ _REMEDIES = {
 def _translate(error: ValidationError, path: str) -> ConfigError:
     """The first of pydantic's complaints as one line of ours."""
     first = error.errors(include_url=False)[0]
-    where = ".".join([*([path] if path else []), *(str(part) for part in first["loc"])]) or error.title
+    where = ".".join([*([path] if path else []), *(str(part) for part in first["loc"])])
     context = first.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, FieldError):
@@ -319,7 +319,7 @@ def _translate(error: ValidationError, path: str) -> ConfigError:
     template = _REMEDIES.get(first["type"])
     remedy = template.format(**context) if template else first["msg"][0].lower() + first["msg"][1:]
     value = None if first["type"] == "missing" else first["input"]
-    return ConfigError(where, value, remedy)
+    return ConfigError(where or error.title, value, remedy)
 
 
 def _parse(text: str) -> object:

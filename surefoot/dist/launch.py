@@ -6,11 +6,13 @@ would only wait for it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +29,11 @@ GRACE_LOST = 3.0
 BOARD = "SUREFOOT_HEARTBEATS"
 """Environment variable: the folder where each rank shows its parent where it is."""
 
+PARENT = "SUREFOOT_PARENT"
+"""Environment variable: the parent's process number."""
+
+_PR_SET_PDEATHSIG = 1
+
 
 def run_ranks(command: Sequence[str], num_ranks: int, logs: Path, say: Callable[[str], None]) -> int:
     """Run `command` as `num_ranks` processes of one group and return the exit code of the first that failed, else 0.
@@ -41,6 +48,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, logs: Path, say: Callable[
     board = Path(tempfile.mkdtemp(prefix="surefoot-ranks-"))
     shared = {
         BOARD: str(board),
+        PARENT: str(os.getpid()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -110,9 +118,20 @@ def _last_line(logs: Path, rank: int) -> str:
 
 
 def start_heartbeat(rank: int) -> Heartbeat:
-    """This process's heartbeat, shown to the parent where that is `run_ranks`."""
+    """This process's heartbeat, shown to the parent where that is `run_ranks`; if that dies, this process is asked to stop."""
+    _follow_parent()
     board = os.environ.get(BOARD)
     return Heartbeat(Path(board) if board else None, rank)
+
+
+def _follow_parent() -> None:
+    """Have the kernel send SIGTERM when the parent is gone: nobody would know of ranks that go on without it."""
+    parent = os.environ.get(PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it went before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def environment_rank() -> tuple[int, int]:

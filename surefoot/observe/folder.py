@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -26,6 +27,7 @@ class RunFolder(Hook):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, IO[str]] = {}
+        self._lock: int | None = None
 
     @classmethod
     def create(cls, path: Path, run: Config) -> RunFolder:
@@ -52,6 +54,21 @@ class RunFolder(Hook):
         if not os.access(path, os.W_OK):
             raise RunError(f"{path}: is read-only; make it writable or copy it first")
         return cls(path)
+
+    def hold(self) -> None:
+        """Be its only writer until `close` or the end of the process; `RunError` where another process is."""
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise RunError(
+                f"{self.path}: is being written by another process; stop that, or wait for its end"
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(lock)
+            return
+        self._lock = lock
 
     @property
     def checkpoints(self) -> Path:
@@ -106,16 +123,23 @@ class RunFolder(Hook):
         )
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and let others write."""
         for file in self._files.values():
             file.close()
         self._files.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
+        file = self.path / name
         if name not in self._files:
-            self._files[name] = (self.path / name).open("a", encoding="utf-8")
-        self._files[name].write(json.dumps(clean(record), ensure_ascii=False) + "\n")
-        self._files[name].flush()
+            self._files[name] = file.open("a", encoding="utf-8")
+        try:
+            self._files[name].write(json.dumps(clean(record), ensure_ascii=False) + "\n")
+            self._files[name].flush()
+        except OSError as error:  # a full disk: the error of a write names no file
+            raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 def _is_prelude(entry: Path) -> bool:

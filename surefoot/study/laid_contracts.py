@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,9 @@ def compiled(example: Subject) -> float:
         model = example.built()
         if is_compiled:
             torch.compiler.reset()
+            logging.getLogger("torch._dynamo").setLevel(
+                logging.ERROR
+            )  # more graphs than it would like are no matter here
             # No code is generated: what is traced, and what the tracer makes of hand-written gradients, is in question.
             model.loss = torch.compile(model.loss, backend="aot_eager")
         with warnings.catch_warnings():

@@ -83,12 +83,15 @@ class Run(Config):
     def _ranks_share_the_batch(self) -> Self:
         ranks, batch, micro = self.plan.num_data_ranks, self.train.batch, self.train.micro_batch
         if batch % ranks:
-            nearest = max(ranks, round(batch / ranks) * ranks)
-            raise FieldError(
-                "train.batch",
-                batch,
-                f"must divide over plan.replicate x plan.shard x plan.expert = {ranks}; try {nearest}",
-            )
+            what = f"must divide over plan.replicate x plan.shard x plan.expert = {ranks}"
+            if ranks > batch:
+                raise FieldError(
+                    "train.batch",
+                    batch,
+                    f"{what}, which is more ranks than samples; use at most {batch} of them, other axes for the rest "
+                    "(plan.tensor, context, pipeline), or a larger batch",
+                )
+            raise FieldError("train.batch", batch, f"{what}; try {round(batch / ranks) * ranks}")
         if micro is not None and (batch // ranks) % micro:
             raise FieldError("train.micro_batch", micro, f"must divide a rank's share of the batch, {batch // ranks}")
         self._refuse_micro_batches(batch // ranks)

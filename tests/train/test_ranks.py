@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from surefoot.checkpoint.load import latest, read_tensors
-from surefoot.config import ConfigError, override, to_json
+from surefoot.config import ConfigError, RunError, override, to_json
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool
 from surefoot.observe.folder import RunFolder
@@ -255,6 +255,51 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_later(saved: Path, straight:
         )
         assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "run", straight)
+
+
+@pytest.mark.long
+def test_ranks_stop_with_the_process_that_started_them(saved: Path, straight: Path, tmp_path: Path) -> None:
+    """Until they are gone nobody else writes their run; then it goes on."""
+    path = tmp_path / "run"
+    process = subprocess.Popen(
+        command("train", str(saved), "--ranks", "2", "--out", str(path), "--set", "train.threads=1"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not list((path / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(is_running(int(number)) for number in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if json.loads((path / "facts.json").read_text()).get("result") is None:
+        subprocess.run(command("train", "--resume", str(path), "--ranks", "2"), capture_output=True, check=True)
+    assert_same_run(path, straight)
+
+
+def is_running(number: int) -> bool:
+    """Neither gone nor waiting for someone to ask how it ended."""
+    status = Path(f"/proc/{number}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_has_one_writer(run: Run, tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path / "run", run)
+    first.hold()
+    with pytest.raises(RunError, match="run: is being written by another process; stop that, or wait"):
+        RunFolder.open(tmp_path / "run").hold()
+    first.close()
+    second = RunFolder.open(tmp_path / "run")
+    second.hold()
+    second.close()
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -73,15 +74,19 @@ def run(
         return _launch(choice, ranks)
     if world > 1 and out is None and resume is None:
         raise ConfigError("--out", None, "is needed here, so that all ranks and all restarts find one folder; name it")
+    with contextlib.closing(RunFolder(choice.path)) as folder:
+        return _train(choice, folder, rank, world)
+
+
+def _train(choice: Choice, folder: RunFolder, rank: int, world: int) -> int:
     console = ConsoleHook()
-    folder = RunFolder(choice.path)
     if rank == 0:
-        folder = _take(choice)
-        console.on_message(f"{chosen.name} -> {folder.path}")
+        _take(choice, folder)
+        console.on_message(f"{choice.run.name} -> {folder.path}")
         for line in choice.changes:
             console.on_message(line)
     heartbeat = start_heartbeat(rank)
-    trainer = Trainer(chosen, folder, [console], complete, rank, heartbeat)
+    trainer = Trainer(choice.run, folder, [console], complete, rank, heartbeat)
     finished = _fit_together(trainer, heartbeat) if world > 1 else trainer.fit()
     if rank == 0:
         page = write_report([folder.path], folder.path / "report.html")
@@ -164,16 +169,17 @@ def numbered(name: str) -> Iterator[Path]:
     return (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
 
 
-def _take(choice: Choice) -> RunFolder:
-    """Make the folder, or open it and keep what changed."""
+def _take(choice: Choice, folder: RunFolder) -> None:
+    """Make what lies there the run's folder, or keep what changed; nobody else writes there from now on."""
     if choice.is_new:
-        return RunFolder.create(choice.path, choice.run)
-    folder = RunFolder.open(choice.path)
+        RunFolder.create(choice.path, choice.run)
+    else:
+        RunFolder.open(choice.path)
+    folder.hold()
     if choice.changes:
         write_text(choice.path / "run.json", to_json(choice.run))
         before = folder.read_json("changes.json").get("changes", [])
         folder.write_json("changes.json", {"changes": [*before, *choice.changes]})
-    return folder
 
 
 def _launch(choice: Choice, ranks: int) -> int:
