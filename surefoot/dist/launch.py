@@ -6,13 +6,11 @@ would only wait for it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from surefoot.dist.heartbeat import Heartbeat, read_board
+from surefoot.dist.orphans import follow
 from surefoot.dist.watch import LOST
 
 GRACE = 10.0
@@ -31,8 +30,6 @@ BOARD = "SUREFOOT_HEARTBEATS"
 
 PARENT = "SUREFOOT_PARENT"
 """Environment variable: the parent's process number."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, logs: Path, say: Callable[[str], None]) -> int:
@@ -119,19 +116,10 @@ def _last_line(logs: Path, rank: int) -> str:
 
 def start_heartbeat(rank: int) -> Heartbeat:
     """This process's heartbeat, shown to the parent where that is `run_ranks`; if that dies, this process is asked to stop."""
-    _follow_parent()
+    if (parent := os.environ.get(PARENT)) is not None:
+        follow(int(parent), signal.SIGTERM)
     board = os.environ.get(BOARD)
     return Heartbeat(Path(board) if board else None, rank)
-
-
-def _follow_parent() -> None:
-    """Have the kernel send SIGTERM when the parent is gone: nobody would know of ranks that go on without it."""
-    parent = os.environ.get(PARENT)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it went before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def environment_rank() -> tuple[int, int]:

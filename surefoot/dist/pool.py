@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from surefoot.dist.orphans import follow
 from surefoot.dist.watch import CONSEQUENCES
 
 
@@ -105,7 +106,7 @@ class Pool:
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(rank, self.num_ranks, self._place, self._jobs[rank], self._results, self.timeout),
+                args=(os.getpid(), rank, self.num_ranks, self._place, self._jobs[rank], self._results, self.timeout),
                 daemon=True,
             )
             for rank in range(self.num_ranks)
@@ -114,7 +115,8 @@ class Pool:
             process.start()
 
 
-def _serve(rank: int, num_ranks: int, place: str, jobs: Any, results: Any, timeout: float) -> None:
+def _serve(parent: int, rank: int, num_ranks: int, place: str, jobs: Any, results: Any, timeout: float) -> None:
+    follow(parent, signal.SIGKILL)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
     stack = Path(place, f"stack-{rank}").open("w")  # noqa: SIM115 - open as long as the process lives
