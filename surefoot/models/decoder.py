@@ -277,6 +277,14 @@ class Layer(nn.Module):
         mixers = () if self.mixer is None else self.mixer.parts()
         return [*mixers, *(() if self.ffn is None else (self.ffn,))]
 
+    def part_widths(self) -> int:
+        """Numbers of a position that the parts read and write, all together."""
+        widths = 0
+        for part in self.parts():
+            read = (getattr(part, name).shape[-1] for name, axes in part.axes.items() if axes[-1] == "embed")
+            widths += int(next(read, self.config.width)) + self.config.width
+        return widths
+
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, as its parts count them."""
         mixer = 0.0 if self.mixer is None else self.mixer.flops(length, causal=causal)

@@ -18,7 +18,6 @@ from typing import cast
 
 import torch
 
-from surefoot.blocks.base import FeedForward, Mixer
 from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
@@ -154,13 +153,12 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     parts = [part for layer in own_layers for part in layer.parts()]
     layers = [
         tuple(
-            sum(getattr(mixer, name).shape[0] for name, axes in mixer.axes.items() if axes[0] == axis) // plan.tensor
+            sum(getattr(part, name).shape[0] for name, axes in part.axes.items() if axes[0] == axis) // plan.tensor
             for axis in ("heads", "kv_heads")
         )
-        for mixer in parts
-        if isinstance(mixer, Mixer)
+        for part in parts
     ]
-    part_widths = sum(_width_read(part, model.config.width) + model.config.width for part in parts)
+    part_widths = sum(layer.part_widths() for layer in own_layers)
     routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
     router_numbers = sum(router.num_counts for router in routers(model))
     num_passes = 1 if ahead is None else 2
@@ -171,12 +169,6 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     return _Step(
         plan, work, rank, weights, rows, part_widths, routed, router_numbers, num_embeddings, num_heads, model.config
     )
-
-
-def _width_read(part: Mixer | FeedForward, width: int) -> int:
-    """Numbers of a position that a part reads: the model's width unless its own weights say otherwise."""
-    read = (getattr(part, name).shape[-1] for name, axes in part.axes.items() if axes[-1] == "embed")
-    return int(next(read, width))
 
 
 def _data(step: _Step) -> None:

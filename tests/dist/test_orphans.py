@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,5 +41,4 @@ def is_running(number: int) -> bool:
         os.kill(number, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{number}/stat", encoding="utf-8") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    return Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
