@@ -35,6 +35,7 @@ from surefoot.models.decoder import DecoderConfig
 from surefoot.optim.adamw import AdamWConfig
 from surefoot.optim.base import gradients_of
 from surefoot.optim.clip import clip_, global_norm
+from surefoot.parallel import compiled
 from surefoot.parallel.apply import Laid, lay_out
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import RecomputeConfig
@@ -228,13 +229,11 @@ def _surefoot_step(row: Row, size: Size, device: torch.device, backend: str) -> 
     precision = PrecisionConfig()
     if row.numbers == "fp8":
         precision = PrecisionConfig(products="rowwise", keep_first=kept, keep_last=kept)
-    plan = Plan(recompute=RecomputeConfig(mode=row.recompute))
+    compiled.BACKEND = backend
+    plan = Plan(recompute=RecomputeConfig(mode=row.recompute), compile="layers" if row.compiles else "none")
     laid = _laid(config, plan, size.length, precision, torch.float32, device)
     params, ranks = laid_params(laid), Ranks(laid.mesh, device)
     optimizer = AdamWConfig(lr=LEARNING_RATE).build(params)
-    if row.compiles:
-        for layer in laid.model.layers.children():
-            layer.compile(backend=backend)
 
     def step(tokens_BL: Tensor, targets_BL: Tensor) -> float:
         optimizer.zero_grad()

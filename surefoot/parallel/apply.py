@@ -1,5 +1,5 @@
 """The order of passes, in one place: narrow products -> swap attention and dispatch -> cut weights -> collectives around
-blocks -> take this rank's stages -> recompute -> shard -> materialise -> initialise.
+blocks -> take this rank's stages -> compile -> recompute -> shard -> materialise -> initialise.
 
 The model comes on meta and leaves with this rank's part of every weight in memory. Each full weight is drawn from its own
 generator and cut afterwards, so that no layout changes how a model starts.
@@ -22,7 +22,8 @@ from surefoot.dist.mesh import DATA, Mesh
 from surefoot.models import routing
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import generator_for, materialise, named_weights
-from surefoot.parallel import context, expert, pipeline, shard, tensor
+from surefoot.parallel import compiled, context, expert, pipeline, shard, tensor
+from surefoot.parallel.compiled import Compilation, compile_layers
 from surefoot.parallel.copies import Copies
 from surefoot.parallel.cut import cut_weights
 from surefoot.parallel.pipeline import Feed, Pipeline, Stage
@@ -80,6 +81,7 @@ class Laid:
     data_parallel: DataParallel
     passes: Passes
     copies: Copies | None
+    compilation: Compilation | None
     recomputation: Recomputation | None
     meter: Meter | None
     precision: PrecisionConfig
@@ -145,6 +147,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: Pr
         )
     context.check(model, plan.context, plan.context_kind, plan.tensor, sequence_length)
     shard.check(plan, precision)
+    compiled.check(plan.compile)
     chunks = 2 * plan.context if plan.context > 1 else 1
     swap.check(
         _named_layers(model),
@@ -195,6 +198,7 @@ def lay_out(
     tensor.apply(model, mesh, layouts)
     stages = pipeline.stages_of(plan, model, mesh, bounds)
     modules: Sequence[Decoder | Stage] = stages or [model]
+    compilation = compile_layers("none" if device.type == "meta" else plan.compile, modules)
     recomputation = recompute(plan.recompute, modules)
     for module in modules:
         shard.wrap(plan, module, mesh, device, precision)
@@ -207,10 +211,12 @@ def lay_out(
             local.part.copy_(full[local.layout.box(mesh.grid, mesh.coordinates).slices])
     data_parallel.after_step()
     if not stages:
-        return Laid(model, mesh, data_parallel, Whole(model, data_parallel), None, recomputation, meter, precision)
+        return Laid(
+            model, mesh, data_parallel, Whole(model, data_parallel), None, compilation, recomputation, meter, precision
+        )
     passes = Pipeline(plan, stages, mesh, config.stream_width, device)
     copies = Copies(plan, mesh, data_parallel) if config.tied else None
-    return Laid(model, mesh, data_parallel, passes, copies, recomputation, meter, precision)
+    return Laid(model, mesh, data_parallel, passes, copies, compilation, recomputation, meter, precision)
 
 
 def _named_layers(model: Decoder) -> list[tuple[str, nn.Module]]:

@@ -61,6 +61,10 @@ class Plan(Config):
     recompute: RecomputeConfig = Field(
         default=RecomputeConfig(), description="which activations are made again in backward instead of being kept"
     )
+    compile: Literal["none", "layers"] = Field(
+        default="none",
+        description="layers: each through torch.compile; what has a gradient written by hand stays as it is",
+    )
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -168,6 +172,8 @@ class Plan(Config):
                 parts[-1] += f" with weights whole during a step, as {self.schedule} needs"
         if self.recompute.mode != "none":
             parts.append(self.recompute.describe())
+        if self.compile != "none":
+            parts.append(f"compiled {self.compile}")
         said = ", ".join(parts) or "one process"
         if self.context == 1 and self.context_kind != "gather":
             said += f" (context_kind {self.context_kind} has no effect with context 1)"

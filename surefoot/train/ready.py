@@ -71,6 +71,8 @@ def get_ready(run: Run, rank: int, heartbeat: Heartbeat, say: Callable[[str], No
         seed=run.train.seed,
         precision=run.precision,
     )
+    if laid.compilation is not None:
+        say(laid.compilation.announce())
     params = laid_params(laid)
     optimizer = run.optim.build(params)
     if free is not None:

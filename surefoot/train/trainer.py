@@ -211,6 +211,7 @@ class Trainer:
         # On a GPU work and wait look alike to the process.
         if self.device.type == "cpu" and (line := self.pace.compare(facts.rank_seconds)) is not None:
             self._say(line)
+        self._note_compilation()
         self._note_recomputation()
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
@@ -226,6 +227,15 @@ class Trainer:
                 self._say(line)
         for hook in self.hooks:
             hook.on_products(ProductReport(step, products))
+
+    def _note_compilation(self) -> None:
+        """After the first step here: say what the compiler made of the layers, and add it to the facts."""
+        if self.laid.compilation is None or "compilation" in self.facts:
+            return
+        self.facts["compilation"] = self.laid.compilation.facts()
+        self._say(self.laid.compilation.describe())
+        if self.ranks.is_first:
+            self.folder.write_json("facts.json", self.facts)
 
     def _note_recomputation(self) -> None:
         """Once what recomputed layers keep has been measured: say it and add it to the facts."""
