@@ -284,10 +284,15 @@ def isolated(example: Example) -> float:
 @torch.no_grad()
 def stepwise(example: Example) -> float:
     """One full pass equals any prefill in two parts, and one step a token."""
-    model, tokens_BL = example.built(), _tokens(2)
-    whole_BLD, worst = model(tokens_BL, Documents(None, LENGTH)), 0.0
-    for stops in [(split, LENGTH) for split in range(1, LENGTH)] + [tuple(range(1, LENGTH + 1))]:
-        states = model.new_states(2, LENGTH, torch.float64)
+    return in_parts(example.built(), _tokens(2))
+
+
+def in_parts(model: Any, tokens_BL: Tensor) -> float:
+    """How far a model, or one that sees images, that reads tokens (B, L) over states is from one that reads them at once."""
+    (batch, length), worst = tokens_BL.shape, 0.0
+    whole_BLD: Tensor = model(tokens_BL, Documents(None, length))
+    for stops in [(split, length) for split in range(1, length)] + [tuple(range(1, length + 1))]:
+        states = model.new_states(batch, length, torch.float64)
         parts = [
             model(tokens_BL[:, start:stop], Documents(None, stop - start, start=start), states)
             for start, stop in itertools.pairwise((0, *stops))

@@ -38,6 +38,7 @@ from surefoot.study.contracts import (
     complete,
     described,
     found_under,
+    in_parts,
     named_examples,
     narrow,
     relative_error,
@@ -165,17 +166,7 @@ def isolated(example: ImageExample) -> float:
 @torch.no_grad()
 def stepwise(example: ImageExample) -> float:
     """One full pass equals any prefill in two parts, and one step a token, with images encoded once."""
-    model, tokens_BL, worst = example.built(), example.tokens(), 0.0
-    seeing = model.seeing(example.images(), example.seen())
-    whole_BLD = seeing(tokens_BL, Documents(None, LENGTH))
-    for stops in [(split, LENGTH) for split in range(1, LENGTH)] + [tuple(range(1, LENGTH + 1))]:
-        states = seeing.new_states(2, LENGTH, torch.float64)
-        parts = [
-            seeing(tokens_BL[:, start:stop], Documents(None, stop - start, start=start), states)
-            for start, stop in itertools.pairwise((0, *stops))
-        ]
-        worst = max(worst, relative_error(torch.cat(parts, 1), whole_BLD))
-    return at_most(worst, EXACT, "passes in parts differ from one pass")
+    return in_parts(example.built().seeing(example.images(), example.seen()), example.tokens())
 
 
 def counted(example: ImageExample) -> float:
