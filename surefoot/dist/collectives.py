@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 # torch 2.13 renamed the two; earlier versions know the old names only.
@@ -145,8 +146,15 @@ def sum_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():  # as in `ops.autograd`
+        return _untraced(function, arguments)
     result: Tensor = function.apply(*arguments)
     return result
+
+
+@_disable_dynamo
+def _untraced(function: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> Tensor:
+    return _apply(function, *arguments)
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
