@@ -9,7 +9,6 @@ counts. Legend: B batch, L length, D width.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.peers import Check, wait_until_quiet  # noqa: E402
+from benchmarks.peers import Check, print_checks, wait_until_quiet  # noqa: E402
 from surefoot.blocks import delta as delta_block  # noqa: E402
 from surefoot.blocks.base import MixerConfig  # noqa: E402
 from surefoot.blocks.ffn.moe import MoEConfig  # noqa: E402
@@ -187,15 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rounds {chosen.rounds}: must be at least 1")
     tune_allocator()
     torch.set_num_threads(2)
-    is_good = True
-    for name in chosen.blocks or BLOCKS:
-        for what, value, holds in BLOCKS[name](chosen.rounds):
-            is_good &= holds
-            line = (
-                json.dumps([what, value, holds]) if chosen.json else f"{'pass' if holds else 'FAIL'}  {what}: {value}"
-            )
-            print(line, flush=True)
-    return 0 if is_good or chosen.json else 1
+    checks = (check for name in chosen.blocks or BLOCKS for check in BLOCKS[name](chosen.rounds))
+    return print_checks(checks, as_json=chosen.json)
 
 
 if __name__ == "__main__":

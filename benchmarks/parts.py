@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.peers import Check  # noqa: E402
+from benchmarks.peers import Check, print_checks  # noqa: E402
 from benchmarks.runs import train  # noqa: E402
 from benchmarks.workload import common  # noqa: E402
 from surefoot.dist.startup import tune_allocator  # noqa: E402
@@ -193,15 +193,7 @@ def main() -> int:
     for name in chosen.parts:
         if name not in PARTS:
             parser.error(f"{name}: is none of {', '.join(PARTS)}")
-    is_good = True
-    for name in chosen.parts or PARTS:
-        for what, value, holds in PARTS[name]():
-            is_good &= holds
-            print(
-                json.dumps([what, value, holds]) if chosen.json else f"{'pass' if holds else 'FAIL'}  {what}: {value}"
-            )
-            sys.stdout.flush()
-    return 0 if is_good or chosen.json else 1
+    return print_checks((check for name in chosen.parts or PARTS for check in PARTS[name]()), as_json=chosen.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,21 @@ QUIET, PATIENCE = 0.90, 120.0
 
 Check = tuple[str, str, bool]
 """What must hold, the measured value, whether it holds."""
+
+
+def verdict(check: Check) -> str:
+    """As one line."""
+    what, value, holds = check
+    return f"{'pass' if holds else 'FAIL'}  {what}: {value}"
+
+
+def print_checks(checks: Iterable[Check], *, as_json: bool) -> int:
+    """A line each, as it comes; the exit code. Whoever reads JSON sees for himself what fails."""
+    is_good = True
+    for check in checks:
+        is_good &= check[2]
+        print(json.dumps(check) if as_json else verdict(check), flush=True)
+    return 0 if is_good or as_json else 1
 
 
 @dataclass(frozen=True)
@@ -331,8 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wait_until_quiet(say)
         checks += bars_of_parts(chosen.threads)
     say("")
-    for what, value, holds in checks:
-        say(f"{'pass' if holds else 'FAIL'}  {what}: {value}")
+    for check in checks:
+        say(verdict(check))
     if chosen.json:
         facts = {
             "machine": platform.processor() or platform.machine(),

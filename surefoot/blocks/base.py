@@ -173,13 +173,15 @@ class Mixer(Block):
     reads_shared = False
     """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
 
-    is_composite: ClassVar[bool] = False
-    """Whether it is made of mixers and networks that are each laid out by themselves, what lies between them acting on each
-    position alone."""
-
     def parts(self) -> Sequence[Mixer | FeedForward]:
-        """What tensor parallelism cuts: itself, or what a composite is made of."""
+        """What is laid out by itself: the mixer, or the mixers and networks that a composite is made of, what lies between them
+        acting on each position alone."""
         return (self,)
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it is made of others."""
+        return self.parts()[0] is not self
 
     def share(self, first: Mixer) -> None:
         """Use the parts that all layers of one letter have in common, those of the `first` of them. Most have none."""

@@ -7,8 +7,11 @@ al., 2024), so a run records all of them by name.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import named_weights
@@ -18,6 +21,11 @@ def build_meta(config: DecoderConfig) -> Decoder:
     """The model without storage."""
     with torch.device("meta"):
         return config.build()
+
+
+def uses_by_layers(layers: Iterable[nn.Module]) -> Counter[int]:
+    """How many of the layers have a weight, by its `id`."""
+    return Counter(id(weight) for layer in layers for weight in layer.parameters())
 
 
 def count_parameters(model: Decoder) -> dict[str, int]:

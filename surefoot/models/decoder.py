@@ -181,7 +181,11 @@ class DecoderConfig(Config):
     @property
     def reads_embedded(self) -> bool:
         """Whether a layer reads embeddings beside the stream."""
-        return any(mixer is not None and mixer.reads_embedded for mixer in map(self.mixer_of, range(self.depth)))
+        return any(mixer.reads_embedded for mixer in self._mixers())
+
+    def _mixers(self) -> list[MixerConfig]:
+        """Of the layers that have one, in order."""
+        return [mixer for layer in range(self.depth) if (mixer := self.mixer_of(layer)) is not None]
 
     def ffn_of(self, layer: int) -> FeedForwardConfig | None:
         """The feed-forward network of a layer, counted from 0; None where it has none."""
@@ -200,8 +204,7 @@ class DecoderConfig(Config):
                 for layer in range(self.depth)
             )
         )
-        is_common = any(mixer is not None and mixer.is_common for mixer in map(self.mixer_of, range(self.depth)))
-        rounds = max(-(-least // len(pairs)), 2 if is_common else 1)
+        rounds = max(-(-least // len(pairs)), 2 if any(mixer.is_common for mixer in self._mixers()) else 1)
         patterns = {
             "mixer_pattern": "".join(mixer for mixer, _ in pairs),
             "ffn_pattern": "".join(ffn for _, ffn in pairs),
@@ -328,7 +331,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.reads_embedded = config, config.reads_embedded
         std = config.width**-0.5 if config.tied else 1.0
         self.embedding = Embedding(config.vocab_size, config.width, std=std, scale=config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.depth))
@@ -373,7 +376,7 @@ class Decoder(nn.Module):
         `between` is given the number of each layer and its stream, and returns the stream that the layer reads.
         """
         x_BLS = self.config.expand(x_BLD)
-        shared: Shared = {TOKENS: tokens_BL, EMBEDDED: x_BLD} if self.config.reads_embedded else {TOKENS: tokens_BL}
+        shared: Shared = {TOKENS: tokens_BL, EMBEDDED: x_BLD} if self.reads_embedded else {TOKENS: tokens_BL}
         for index, layer in enumerate(self.layers):
             if between is not None:
                 x_BLS = between(index, x_BLS)

@@ -7,12 +7,11 @@ implementation is faster; a good one comes near. What several devices send each 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
-from surefoot.models.count import build_meta, count_parameters
+from surefoot.models.count import build_meta, count_parameters, uses_by_layers
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import named_weights
 from surefoot.planner.devices import Device
@@ -62,7 +61,7 @@ class Serving:
     def weight_bytes_read(self, num_tokens: int) -> float:
         """Of the weights that `num_tokens` tokens meet, if each chooses its experts at random; embeddings by the row, and what
         several layers have in common once a layer."""
-        uses = Counter(id(weight) for layer in self.model.layers for weight in layer.parameters())
+        uses = uses_by_layers(self.model.layers)
         numbers = 0.0
         for name, block, own_name in named_weights(self.model):
             weight = getattr(block, own_name)

@@ -11,7 +11,6 @@ Legend: B samples of a micro-batch, S sequence length, L = S / context, D width;
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -21,7 +20,7 @@ import torch
 from surefoot.dist.count import Flow, Kind, share_sent
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import AXES, Grid
-from surefoot.models.count import build_meta
+from surefoot.models.count import build_meta, uses_by_layers
 from surefoot.models.decoder import Decoder, DecoderConfig, Layer
 from surefoot.models.initialise import named_weights
 from surefoot.models.routing import routers
@@ -141,7 +140,7 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         modules = [Stage(model, index, bounds) for index in indexes_of(plan, here)]
     weights = []
     for module in modules:
-        uses = Counter(id(weight) for layer in module.layers.children() for weight in layer.parameters())
+        uses = uses_by_layers(module.layers.children())
         for name, block, own_name in named_weights(module):
             weight, cut = getattr(block, own_name), layouts[EMBEDDING if name not in layouts else name]
             kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut

@@ -188,7 +188,7 @@ class Example(Subject):
 
     def loss(self, model: Decoder, dtype: torch.dtype | None = None) -> tuple[Tensor, LossSums]:
         """See `Subject.loss`."""
-        return model.loss(*batch(), Documents(None, LENGTH), dtype=dtype)
+        return model.loss(*_batch(), Documents(None, LENGTH), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def counted(example: Example) -> float:
     model = example.built().float()
     for mixer in model.mixers():
         mixer.use_plain()
-    tokens_BL, targets_BL = batch()
+    tokens_BL, targets_BL = _batch()
     with FlopCounterMode(display=False) as counter:
         model.loss(tokens_BL, targets_BL, Documents(None, LENGTH))[0].backward()
     declared = flops_per_token(model, LENGTH)["full"] * tokens_BL.numel()
@@ -454,7 +454,7 @@ def _tokens(batch: int, seed: int = 3) -> Tensor:
     return torch.randint(VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def _batch() -> tuple[Tensor, Tensor]:
     return _tokens(2), _tokens(2, 4)
 
 

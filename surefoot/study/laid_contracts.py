@@ -77,9 +77,8 @@ def compiled(example: Subject) -> float:
         model = example.built()
         if is_compiled:
             torch.compiler.reset()
-            logging.getLogger("torch._dynamo").setLevel(
-                logging.ERROR
-            )  # more graphs than it would like are no matter here
+            # More graphs than it would like are no matter here.
+            logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
             # No code is generated: what is traced, and what the tracer makes of hand-written gradients, is in question.
             model.loss = torch.compile(model.loss, backend="aot_eager")
         with warnings.catch_warnings():

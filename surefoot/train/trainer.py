@@ -211,8 +211,7 @@ class Trainer:
         # On a GPU work and wait look alike to the process.
         if self.device.type == "cpu" and (line := self.pace.compare(facts.rank_seconds)) is not None:
             self._say(line)
-        self._note_compilation()
-        self._note_recomputation()
+        self._note_measured()
         report = self._report(facts, result, factor, ratios, seconds, data_seconds)
         for hook in self.hooks:
             hook.on_step(report)
@@ -228,25 +227,15 @@ class Trainer:
         for hook in self.hooks:
             hook.on_products(ProductReport(step, products))
 
-    def _note_compilation(self) -> None:
-        """After the first step here: say what the compiler made of the layers, and add it to the facts."""
-        if self.laid.compilation is None or "compilation" in self.facts:
-            return
-        self.facts["compilation"] = self.laid.compilation.facts()
-        self._say(self.laid.compilation.describe())
-        if self.ranks.is_first:
-            self.folder.write_json("facts.json", self.facts)
-
-    def _note_recomputation(self) -> None:
-        """Once what recomputed layers keep has been measured: say it and add it to the facts."""
-        if self.laid.recomputation is None or "recomputation" in self.facts:
-            return
-        if (found := self.laid.recomputation.facts()) is None:
-            return
-        self.facts["recomputation"] = found
-        self._say(self.laid.recomputation.describe())
-        if self.ranks.is_first:
-            self.folder.write_json("facts.json", self.facts)
+    def _note_measured(self) -> None:
+        """Once what the compiler made of layers, or what recomputed ones keep, is known: say it and add it to the facts."""
+        for name, part in (("compilation", self.laid.compilation), ("recomputation", self.laid.recomputation)):
+            if part is None or name in self.facts or (found := part.facts()) is None:
+                continue
+            self.facts[name] = found
+            self._say(part.describe())
+            if self.ranks.is_first:
+                self.folder.write_json("facts.json", self.facts)
 
     def _report(
         self,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
+from tests.running import is_running
 
 PARENT = """
 import os, time
@@ -34,11 +34,3 @@ def test_ranks_of_a_killed_pool_are_gone() -> None:
     while any(map(is_running, ranks)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_running(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"

@@ -24,6 +24,7 @@ from surefoot.observe.schema import Hook, StepReport
 from surefoot.parallel.plan import Plan
 from surefoot.train.run import Run
 from surefoot.train.trainer import Trainer
+from tests.running import is_running
 
 Tiny = Callable[..., Run]
 
@@ -280,15 +281,6 @@ def test_ranks_stop_with_the_process_that_started_them(saved: Path, straight: Pa
     if json.loads((path / "facts.json").read_text()).get("result") is None:
         subprocess.run(command("train", "--resume", str(path), "--ranks", "2"), capture_output=True, check=True)
     assert_same_run(path, straight)
-
-
-def is_running(number: int) -> bool:
-    """Neither gone nor waiting for someone to ask how it ended."""
-    status = Path(f"/proc/{number}/stat")
-    try:
-        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_run_has_one_writer(run: Run, tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
-from surefoot.blocks.base import Mixer, MixerState
+from surefoot.blocks.base import FeedForward, Mixer, MixerState
 
 
 class CompositeState:
@@ -26,11 +26,13 @@ class CompositeState:
 class Composite(Mixer):
     """What one mixer says of itself, said of several."""
 
-    is_composite: ClassVar[bool] = True
-
     @abstractmethod
     def mixers(self) -> Sequence[Mixer]:
         """The mixers inside, in the order in which their states lie."""
+
+    def parts(self) -> Sequence[Mixer | FeedForward]:
+        """See `Mixer.parts`."""
+        return self.mixers()
 
     def use_plain(self) -> None:
         """See `Mixer.use_plain`."""

@@ -75,10 +75,6 @@ class SideBySide(Composite):
         """See `Composite.mixers`."""
         return cast(list[Mixer], list(self.inner))
 
-    def parts(self) -> Sequence[Mixer]:
-        """See `Mixer.parts`."""
-        return self.mixers()
-
     def forward(
         self, x_BLD: Tensor, docs: Documents, state: CompositeState | None = None, shared: Shared | None = None
     ) -> Tensor:
