@@ -171,7 +171,13 @@ class Mixer(Block):
     """Positions that a stretch of a cut sequence needs at least."""
 
     reads_shared = False
-    """Whether it needs what an earlier layer left in `shared`, so that the two must lie on the same rank."""
+    """Whether it needs what an earlier layer left in `shared`."""
+
+    part = 0
+    """Which part of its heads is here, counted from 0: tensor parallelism cuts them in order and sets it."""
+
+    gathers_keys = False
+    """Whether its keys and values come from all runs of a cut sequence, whatever the kind of context parallelism."""
 
     def parts(self) -> Sequence[Mixer | FeedForward]:
         """What is laid out by itself: the mixer, or the mixers and networks that a composite is made of, what lies between them

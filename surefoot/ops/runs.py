@@ -8,6 +8,7 @@ blocks of c positions, i a position and j an earlier one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -46,6 +47,15 @@ def before_runs(x_BLC: Tensor, count: int, runs: Runs, first_BKC: Tensor | None)
     all_BAKC = runs.spread(last_BRKC)
     start_B1KC = torch.zeros_like(all_BAKC[:, :1]) if first_BKC is None else first_BKC[:, None]
     return runs.pick(torch.cat((start_B1KC, all_BAKC[:, :-1]), 1))
+
+
+def of_all_runs(xs_BLX: Sequence[Tensor], runs: Runs) -> list[Tensor]:
+    """What lies here of some things, which differ in their last dimension at most, to what there is of them in the whole
+    sequence, in order."""
+    if runs.num_runs == 1:
+        return list(xs_BLX)
+    all_BAX = runs.spread(torch.cat(list(xs_BLX), -1).unflatten(1, (runs.num_runs, -1))).flatten(1, 2)
+    return list(all_BAX.split([x_BLX.shape[-1] for x_BLX in xs_BLX], -1))
 
 
 def in_blocks(x_BLX: Tensor, runs: Runs, block: int) -> Tensor:

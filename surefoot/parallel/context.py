@@ -9,7 +9,8 @@ softmax mixer is swapped for one of
     ring       keys and values go round a ring, one rank's at a time, parts are merged            (Liu et al., 2023)
 
 A mixer with a state carries it from chunk to chunk instead (`ContextRuns`): each rank tells all what its chunks make of nothing,
-and works out what comes before its own.
+and works out what comes before its own. Sparse attention, whose queries may select any block, has all keys gathered by the same
+means, whichever kind is asked for.
 
 A rank holds all keys in gather, all of the sequence for 1/n of the heads in ulysses, 1/n of the keys (twice) in ring.
 What is sent never depends on the data; only what is computed does.
@@ -115,6 +116,13 @@ def _check_runs(name: str, mixer: Mixer, size: int, sequence_length: int) -> Non
             f"leaves chunks of {run} positions, and {name} needs {mixer.least_run}; use "
             f"data.sequence_length={2 * size * mixer.least_run} or more",
         )
+
+
+def kind_of(part: nn.Module, kind: Kind) -> Kind | None:
+    """How a part of a layer finds keys that lie elsewhere where `kind` is asked for; None where it has no keys."""
+    if isinstance(part, Mixer) and part.gathers_keys:
+        return "gather"
+    return kind if isinstance(part, Mixer) and isinstance(part, _HoldsAttend) else None
 
 
 def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:

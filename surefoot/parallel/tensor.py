@@ -88,6 +88,8 @@ def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
         if isinstance(module, Mixer | FeedForward) and not (isinstance(module, Mixer) and module.is_composite):
             module.register_forward_pre_hook(_Gather(group))
             module.register_forward_hook(_Scatter(group))
+            if isinstance(module, Mixer):
+                module.part = mesh.index("tensor")
         elif isinstance(module, HeadsNorm):
             module.pool = lambda sums: gather(sums, -1, group).sum(-1, keepdim=True)
         elif isinstance(module, Embedding):

@@ -27,7 +27,7 @@ from surefoot.models.routing import routers
 from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
-from surefoot.parallel import expert, tensor
+from surefoot.parallel import context, expert, tensor
 from surefoot.parallel.pipeline import EMBEDDING, Stage, bounds_of, indexes_of, rank_of
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import REPLICAS, shards_of
@@ -65,8 +65,9 @@ class _Step:
     work: Workload
     rank: int
     weights: list[_Weight]
-    layers: list[tuple[int, int]]
-    """For each layer the rows of its query weights, and of its key and value weights, on this rank."""
+    attentions: list[tuple[int, int, context.Kind]]
+    """For each attention the rows of its query weights, and of its key and value weights, on this rank, and how a cut sequence
+    finds its keys."""
     part_widths: int
     """Of what mixers and feed-forward networks read and write, all together."""
     routed: list[tuple[int, int]]
@@ -150,13 +151,14 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     ahead = model.ahead if plan.pipeline == 1 else None
     own_layers += [] if ahead is None else [ahead.layer]
     parts = [part for layer in own_layers for part in layer.parts()]
-    layers = [
-        tuple(
-            sum(getattr(part, name).shape[0] for name, axes in part.axes.items() if axes[0] == axis) // plan.tensor
-            for axis in ("heads", "kv_heads")
-        )
-        for part in parts
-    ]
+    attentions: list[tuple[int, int, context.Kind]] = []
+    for part in parts:
+        if (kind := context.kind_of(part, plan.context_kind)) is not None:
+            q_rows, kv_rows = (
+                sum(getattr(part, name).shape[0] for name, axes in part.axes.items() if axes[0] == axis) // plan.tensor
+                for axis in ("heads", "kv_heads")
+            )
+            attentions.append((q_rows, kv_rows, kind))
     part_widths = sum(layer.part_widths() for layer in own_layers)
     routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
     router_numbers = sum(router.num_counts for router in routers(model))
@@ -164,9 +166,18 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     num_embeddings, num_heads = (
         num_passes * any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
     )
-    rows = [(q, kv) for q, kv in layers]
     return _Step(
-        plan, work, rank, weights, rows, part_widths, routed, router_numbers, num_embeddings, num_heads, model.config
+        plan,
+        work,
+        rank,
+        weights,
+        attentions,
+        part_widths,
+        routed,
+        router_numbers,
+        num_embeddings,
+        num_heads,
+        model.config,
     )
 
 
@@ -242,15 +253,18 @@ def _tensor(step: _Step) -> None:
 
 
 def _context(step: _Step) -> None:
-    """Keys and values, or heads, of each layer; queries never travel but in Ulysses' form."""
+    """Keys and values, or heads, of each attention; queries never travel but in Ulysses' form.
+
+    What mixers with a state pass on, a state a chunk, is left out.
+    """
     axes, num_ranks, num_passes = ("context",), step.plan.context, step.work.num_micro_batches
     narrow = step.work.compute.itemsize
-    for q_rows, kv_rows in step.layers:
+    for q_rows, kv_rows, kind in step.attentions:
         q, kv = (num_passes * step.num_tokens * rows for rows in (q_rows, kv_rows))
-        if step.plan.context_kind == "gather":
+        if kind == "gather":
             step.add(axes, "all-gather", num_ranks * kv * narrow)
             step.add(axes, "reduce-scatter", num_ranks * kv * narrow)
-        elif step.plan.context_kind == "ulysses":
+        elif kind == "ulysses":
             step.add(axes, "all-to-all", 2 * (2 * q + kv) * narrow)
         else:
             # Round once in forward and once in backward, and their gradients all the way home.

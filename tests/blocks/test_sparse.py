@@ -256,6 +256,9 @@ def model() -> Any:
         Plan(tensor=2),
         Plan(shard=2, zero=3),
         Plan(pipeline=2),
+        Plan(context=2),
+        Plan(context=4, context_kind="ring", recompute=RecomputeConfig(mode="selective")),
+        Plan(context=2, context_kind="ulysses", tensor=2),
         Plan(recompute=RecomputeConfig(mode="full")),
         Plan(recompute=RecomputeConfig(mode="selective")),
     ],
@@ -268,7 +271,6 @@ def test_gradients_are_those_of_one_process(pool: Pool, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Plan(context=2), "has no form for a cut sequence"),
         (Plan(tensor=4), "must divide 2 kv_heads of layers.0.mixer"),
     ],
 )

@@ -14,6 +14,7 @@ from surefoot.blocks.ffn.moe import MoEConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.blocks.mixers.common import CommonBlockConfig
 from surefoot.blocks.mixers.side_by_side import SideBySideConfig
+from surefoot.blocks.mixers.sparse import SparseConfig
 from surefoot.config import override
 from surefoot.dist.count import Amount, Counter, Counting, Flow
 from surefoot.dist.mesh import own_mesh
@@ -253,3 +254,19 @@ def test_what_layers_have_in_common_travels_for_each_of_them(tiny: Tiny, pool: P
         "mixer_pattern": "am",
     }
     assert_known(run.model_copy(update={"model": run.model.model_copy(update=changes)}), pool)
+
+
+SPARSE: list[dict[str, Any]] = [
+    {"context": 2, "context_kind": "ring"},
+    {"context": 4, "context_kind": "ulysses"},
+    {"context": 2, "tensor": 2, "context_kind": "gather"},
+]
+
+
+@pytest.mark.parametrize("plan", SPARSE, ids=name)
+def test_sparse_attention_has_all_its_keys_gathered_by_any_kind(tiny: Tiny, pool: Pool, plan: dict[str, Any]) -> None:
+    run = over(tiny, plan)
+    sizes = {"compressed_size": 4, "compressed_stride": 2, "selected_size": 4, "num_selected": 3, "window": 5}
+    mixer = SparseConfig(num_heads=4, num_kv_heads=2, **sizes)
+    model = run.model.model_copy(update={"mixer": mixer, "depth": 2})
+    assert_known(run.model_copy(update={"model": model}), pool)

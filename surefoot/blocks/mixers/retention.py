@@ -82,16 +82,16 @@ class Retention(Mixer):
         super().__init__()
         self.config = config
         heads = config.num_heads * config.head_size
+        self.units = {"heads": config.head_size}
         self.runs: Runs = OneRun()
         fan_in = Initial(std=width**-0.5)
-        # Of an axis that is never cut: a head's decay is told by its number.
-        self.w_q = self.add_weight("w_q", (heads, width), ("numbered_heads", "embed"), fan_in)
-        self.w_k = self.add_weight("w_k", (heads, width), ("numbered_heads", "embed"), fan_in)
-        self.w_v = self.add_weight("w_v", (heads, width), ("numbered_heads", "embed"), fan_in)
-        self.w_z = self.add_weight("w_z", (heads, width), ("numbered_heads", "embed"), fan_in)
+        self.w_q = self.add_weight("w_q", (heads, width), ("heads", "embed"), fan_in)
+        self.w_k = self.add_weight("w_k", (heads, width), ("heads", "embed"), fan_in)
+        self.w_v = self.add_weight("w_v", (heads, width), ("heads", "embed"), fan_in)
+        self.w_z = self.add_weight("w_z", (heads, width), ("heads", "embed"), fan_in)
         self.norm = RMSNorm(config.head_size, config.norm_eps, "head")
         out = Initial(std=output_scale * heads**-0.5)
-        self.w_out = self.add_weight("w_out", (width, heads), ("embed", "numbered_heads"), out)
+        self.w_out = self.add_weight("w_out", (width, heads), ("embed", "heads"), out)
 
     def forward(
         self,
@@ -106,8 +106,11 @@ class Retention(Mixer):
         *qkv, z = self.linear(x_BLD, "w_q", "w_k", "w_v", "w_z").to(dtype).chunk(4, -1)
         if config.activation == "silu":
             qkv = [F.silu(x) for x in qkv]
-        q_BLHK, k_BLHK, v_BLHK = (x.unflatten(-1, (config.num_heads, config.head_size)) for x in qkv)
-        log_decay_H = torch.tensor(config.log_decays(), dtype=dtype, device=x_BLD.device)
+        q_BLHK, k_BLHK, v_BLHK = (x.unflatten(-1, (-1, config.head_size)) for x in qkv)
+        # A head's decay is told by its number, also under tensor parallelism, where others have the heads before.
+        num_heads = q_BLHK.shape[2]
+        log_decays = config.log_decays()[self.part * num_heads :][:num_heads]
+        log_decay_H = torch.tensor(log_decays, dtype=dtype, device=x_BLD.device)
         y_BLHK, last_BHKK = ssd(
             v_BLHK,
             log_decay_H.expand(batch, length, -1),

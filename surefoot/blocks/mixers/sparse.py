@@ -12,7 +12,7 @@ so far, C tokens in one, J selectable blocks, O compressed blocks that share tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, Self
 
@@ -21,8 +21,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Block, Initial, Mixer, MixerConfig, Shared
+from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.mixers.cache import KVState, mean_seen, most_kept
+from surefoot.blocks.mixers.sparse_parts import BRANCHES, Compression, Gates
 from surefoot.blocks.norm import RMSNorm
 from surefoot.blocks.rope import Rope, RopeScaling
 from surefoot.config import FieldError
@@ -30,14 +31,12 @@ from surefoot.ops.attention import attend, attend_plain
 from surefoot.ops.autograd import decided
 from surefoot.ops.documents import EVERYTHING, Documents, Reach
 from surefoot.ops.partial_attention import attend_part
+from surefoot.ops.runs import OneRun, Runs, of_all_runs
 from surefoot.ops.scores import Scores
 from surefoot.ops.seen_attention import Seen, attend_seen, attend_seen_plain, weights_seen
 
 _ALWAYS = 3
 """Blocks that are selected whatever they weigh: the first of the document, the query's own and the one before it."""
-
-Branch = Literal["compressed", "selected", "window"]
-BRANCHES: tuple[Branch, ...] = ("compressed", "selected", "window")
 
 
 class SparseConfig(MixerConfig):
@@ -167,44 +166,6 @@ def _blocks(docs: Documents, config: SparseConfig) -> Blocks:
     return Blocks(ends_BN, is_there_BN, own_BS, own_BS - positions_BS // chosen, parts_BJO, shares_O)
 
 
-class Compression(Block):
-    """C tokens' keys (or values) of a head to one: a position is added to each, then two layers see all of them.
-
-    All heads have the same, so that heads can be shared out.
-    """
-
-    def __init__(self, size: int, head_size: int) -> None:
-        super().__init__()
-        fan_in = size * head_size
-        self.position = self.add_weight("position", (size, head_size), ("taps", "head"), Initial(std=0.02))
-        self.w_in = self.add_weight("w_in", (head_size, fan_in), ("latent", "head"), Initial(std=fan_in**-0.5))
-        self.w_out = self.add_weight("w_out", (head_size, head_size), ("head", "latent"), Initial(std=head_size**-0.5))
-
-    def forward(self, x_BNCGK: Tensor) -> Tensor:
-        """(B, N, C, G, K) to (B, N, G, K)."""
-        placed = x_BNCGK + self.position.to(x_BNCGK.dtype)[:, None]
-        return self.linear(F.gelu(self.linear(placed.transpose(2, 3).flatten(3), "w_in")), "w_out")
-
-    def flops(self) -> float:
-        """Forward FLOPs of one block of one head."""
-        return 2.0 * (self.w_in.numel() + self.w_out.numel())
-
-
-class Gates(Block):
-    """How much of each branch each head takes, between 0 and 1."""
-
-    def __init__(self, num_heads: int, width: int) -> None:
-        super().__init__()
-        self.units = {"heads": len(BRANCHES)}
-        shape = (num_heads * len(BRANCHES), width)
-        self.weight = self.add_weight("weight", shape, ("heads", "embed"), Initial(std=width**-0.5))
-
-    def forward(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, L, H, 1) for each branch."""
-        gates_BLHX: Tensor = self.linear(x_BLD, "weight").sigmoid().unflatten(-1, (-1, len(BRANCHES)))
-        return gates_BLHX[..., 0:1], gates_BLHX[..., 1:2], gates_BLHX[..., 2:3]
-
-
 class SparseState:
     """Keys and values: those of compressed blocks, of all tokens to select from, of the window, and of the tokens whose blocks
     are not whole yet, as they were projected."""
@@ -232,11 +193,15 @@ class SparseState:
 
 
 class Sparse(Mixer):
-    """See `SparseConfig`. It has no form for a sequence that is cut: what a query selects may lie anywhere."""
+    """See `SparseConfig`. `runs` may be swapped where the sequence is cut: what a query selects may lie anywhere, so that then
+    keys and values of all runs are brought here."""
+
+    gathers_keys = True
 
     def __init__(self, config: SparseConfig, width: int, output_scale: float) -> None:
         super().__init__()
         self.config = config
+        self.runs: Runs = OneRun()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_size = config.head_size or width // config.num_heads
         q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
@@ -276,28 +241,53 @@ class Sparse(Mixer):
         q_BLHK = self.rope.turn(_through(self.norm_q, q_BLHK), tables)
         chosen_k_BSGK = self.rope.turn(_through(self.norm_k_selected, chosen_k_BSGK), tables)
         window_k_BSGK = self.rope.turn(_through(self.norm_k_window, window_k_BSGK), tables)
-        blocks = blocks_among(docs, self.config)
-        k_BNGK, v_BNGK = self._compressed(k_BLGK, v_BLGK, docs, blocks, state)
+        whole = docs if docs.whole is None else docs.whole
+        k_BLGK, v_BLGK, *of_tokens = of_all_runs(
+            (k_BLGK, v_BLGK, chosen_k_BSGK, chosen_v_BSGK, window_k_BSGK, window_v_BSGK), self.runs
+        )
+        blocks = blocks_among(whole, self.config)
+        k_BNGK, v_BNGK = self._compressed(k_BLGK, v_BLGK, whole, blocks, state)
         if state is not None:
             state.length += docs.length
-            chosen_k_BSGK, chosen_v_BSGK = state.selected.extend(chosen_k_BSGK, chosen_v_BSGK)
-            window_k_BSGK, window_v_BSGK = state.window.extend(window_k_BSGK, window_v_BSGK)
-        view = _View(docs, blocks, self.config)
-        if self.is_plain:
-            compressed_BLHK, weights_BHLN = attend_seen_plain(q_BLHK, k_BNGK, v_BNGK, view.of_blocks)
-            weights_BGLN = weights_BHLN.detach().unflatten(1, (k_BNGK.shape[2], -1)).sum(2)
-            view.choose(lambda: weights_BGLN)
-            selected_BLHK, _ = attend_seen_plain(q_BLHK, chosen_k_BSGK, chosen_v_BSGK, view.of_tokens)
-        else:
-            compressed_BLHK = attend_seen(q_BLHK, k_BNGK, v_BNGK, view.of_blocks)
-            view.choose(lambda: weights_seen(q_BLHK, k_BNGK, view.of_blocks))
-            form = attend_seen if state is None or docs.length > 1 else view.attend_chosen
-            selected_BLHK = form(q_BLHK, chosen_k_BSGK, chosen_v_BSGK, view.of_tokens)
-        in_window = attend_plain if self.is_plain else attend
-        window_BLHK = in_window(q_BLHK, window_k_BSGK, window_v_BSGK, docs.over(window_k_BSGK.shape[1]), self.scores)
-        by_branch = zip(self.gates(x_BLD), (compressed_BLHK, selected_BLHK, window_BLHK), strict=True)
-        y_BLHK = torch.stack([gate_BLH1 * y_BLHK for gate_BLH1, y_BLHK in by_branch]).sum(0)
+            of_tokens = [*state.selected.extend(*of_tokens[:2]), *state.window.extend(*of_tokens[2:])]
+        is_decoding = state is not None and docs.length == 1
+        by_run = []
+        for q_BIHK, run in zip(q_BLHK.chunk(len(docs.runs), 1), docs.runs, strict=True):
+            view = _View(whole, run, blocks, self.config)
+            by_run.append(self._attend(q_BIHK, (k_BNGK, v_BNGK), of_tokens, view, is_decoding=is_decoding))
+        branches = torch.cat(by_run, 2)
+        y_BLHK = torch.stack([gate * y for gate, y in zip(self.gates(x_BLD), branches, strict=True)]).sum(0)
         return self.linear(y_BLHK.flatten(2), "wo")
+
+    def _attend(
+        self,
+        q_BIHK: Tensor,
+        of_blocks: tuple[Tensor, Tensor],
+        of_tokens: Sequence[Tensor],
+        view: _View,
+        *,
+        is_decoding: bool,
+    ) -> Tensor:
+        """What each branch makes of one run of queries, (3, B, I, H, K): over compressed keys and values; over those to select
+        from, and those of the window, up to the run's end."""
+        k_BNGK, v_BNGK = of_blocks
+        chosen_k_BSGK, chosen_v_BSGK, window_k_BSGK, window_v_BSGK = (
+            x_BSGK[:, : view.queries.stop] for x_BSGK in of_tokens
+        )
+        if self.is_plain:
+            compressed_BIHK, weights_BHIN = attend_seen_plain(q_BIHK, k_BNGK, v_BNGK, view.of_blocks)
+            weights_BGIN = weights_BHIN.detach().unflatten(1, (k_BNGK.shape[2], -1)).sum(2)
+            view.choose(lambda: weights_BGIN)
+            selected_BIHK, _ = attend_seen_plain(q_BIHK, chosen_k_BSGK, chosen_v_BSGK, view.of_tokens)
+        else:
+            compressed_BIHK = attend_seen(q_BIHK, k_BNGK, v_BNGK, view.of_blocks)
+            view.choose(lambda: weights_seen(q_BIHK, k_BNGK, view.of_blocks))
+            form = view.attend_chosen if is_decoding else attend_seen
+            selected_BIHK = form(q_BIHK, chosen_k_BSGK, chosen_v_BSGK, view.of_tokens)
+        in_window = attend_plain if self.is_plain else attend
+        docs = view.run.over(window_k_BSGK.shape[1])
+        window_BIHK = in_window(q_BIHK, window_k_BSGK, window_v_BSGK, docs, self.scores)
+        return torch.stack((compressed_BIHK, selected_BIHK, window_BIHK))
 
     def _compressed(
         self, k_BLGK: Tensor, v_BLGK: Tensor, docs: Documents, blocks: Blocks, state: SparseState | None
@@ -395,16 +385,25 @@ class Sparse(Mixer):
 
 
 class _View:
-    """What queries see of blocks and, once blocks are chosen, of tokens."""
+    """What one run of queries sees of blocks and, once blocks are chosen, of tokens; `docs` are those of the whole sequence."""
 
-    def __init__(self, docs: Documents, blocks: Blocks, config: SparseConfig) -> None:
-        self.docs, self.blocks, self.config = docs, blocks, config
+    def __init__(self, docs: Documents, queries: slice, blocks: Blocks, config: SparseConfig) -> None:
+        self.docs, self.queries, self.blocks, self.config = docs, queries, blocks, config
         self.is_chosen_BGLJ: Tensor | None = None
+
+    @property
+    def run(self) -> Documents:
+        """The queries by themselves, over all keys up to their last."""
+        docs, queries = self.docs, self.queries
+        return docs if queries == docs.runs[0] else docs.run(queries.start, queries.stop)
+
+    def _among(self, run: slice) -> slice:
+        """Where some of these queries lie in the whole sequence."""
+        return slice(self.queries.start + run.start, self.queries.start + run.stop)
 
     def of_blocks(self, run: slice) -> Tensor:
         """Those whose last token the queries see, (B, 1, I, N)."""
-        docs, (ends_BN, is_there_BN, *_) = self.docs, self.blocks
-        queries = slice(docs.start + run.start, docs.start + run.stop)
+        docs, (ends_BN, is_there_BN, *_), queries = self.docs, self.blocks, self._among(run)
         if not docs.is_packed:
             return docs.mask_between(queries, ends_BN[0]) & is_there_BN[0]
         mask_B1IS = docs.mask_between(queries, slice(0, docs.length))
@@ -413,9 +412,8 @@ class _View:
 
     def of_tokens(self, run: slice) -> Tensor:
         """Those in chosen blocks, (B, G, I, J); all that documents let them see where there are no more blocks than chosen."""
-        docs = self.docs
-        queries = slice(docs.start + run.start, docs.start + run.stop)
-        mask_B1IJ = docs.mask_between(queries, slice(0, queries.stop))
+        queries = self._among(run)
+        mask_B1IJ = self.docs.mask_between(queries, slice(0, queries.stop))
         if self.is_chosen_BGLJ is None:
             return mask_B1IJ
         chosen_BGIJ = self.is_chosen_BGLJ[:, :, run]
@@ -435,7 +433,7 @@ class _View:
             worth_BGLJ = weights_BGLN.new_zeros(shape)
             for part_BJ, share in zip(blocks.parts_BJO.unbind(-1), blocks.shares_O.tolist(), strict=True):
                 worth_BGLJ += share * weights_BGLN.gather(-1, part_BJ[:, None, None].expand(shape))
-            own_BL1, first_BL1 = (x_BS[:, self.docs.start :, None] for x_BS in (blocks.own_BS, blocks.first_BS))
+            own_BL1, first_BL1 = (x_BS[:, self.queries, None] for x_BS in (blocks.own_BS, blocks.first_BS))
             numbers_J = torch.arange(num_blocks, device=own_BL1.device)
             is_seen_BLJ = (first_BL1 <= numbers_J) & (numbers_J <= own_BL1)
             is_always_BLJ = (numbers_J == first_BL1) | (numbers_J >= own_BL1 - 1)
