@@ -170,8 +170,8 @@ class Mixer(Block):
     least_run = 1
     """Positions that a stretch of a cut sequence needs at least."""
 
-    reads_shared = False
-    """Whether it needs what an earlier layer left in `shared`."""
+    reads: tuple[str, ...] = ()
+    """What it reads in `shared` that an earlier layer left there, or the decoder under `EMBEDDED`."""
 
     part = 0
     """Which part of its heads is here, counted from 0: tensor parallelism cuts them in order and sets it."""
@@ -195,6 +195,10 @@ class Mixer(Block):
     @abstractmethod
     def forward(self, x_BLD: Tensor, docs: Documents, state: Any = None, shared: Shared | None = None) -> Tensor:
         """(B, L, D) to (B, L, D); with a state, continues from it and advances it in place. May add to `shared`."""
+
+    def leaves(self, batch: int, length: int, dtype: torch.dtype) -> Shared:  # noqa: ARG002 - most leave nothing
+        """What a pass over (batch, length) in `dtype` leaves in `shared` for later layers: by name, on meta."""
+        return {}
 
     @abstractmethod
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> MixerState:

@@ -314,6 +314,21 @@ class Ahead(nn.Module):
         found_BLD: Tensor = self.norm_out(self.config.connection.collapse(x_BLS))
         return found_BLD
 
+    def loss(
+        self,
+        hidden_BLD: Tensor,
+        tokens_BL: Tensor,
+        targets_BL: Tensor,
+        docs: Documents,
+        embedding: Embedding,
+        head: Head,
+    ) -> Tensor:
+        """Its term of the objective, weighted, summed over targets; `embedding` and `head` are the model's own."""
+        next_BL, after_BL = following(tokens_BL, targets_BL, docs)
+        ahead_BLD = self(hidden_BLD, embedding(next_BL, hidden_BLD.dtype), next_BL, docs)
+        weighted: Tensor = self.config.ahead_weight * head.loss(ahead_BLD, after_BL)[0]
+        return weighted
+
     def flops(self, length: int, *, causal: bool) -> float:
         """Forward FLOPs a token, without the head."""
         return self.join.flops() + self.layer.flops(length, causal=causal)
@@ -396,9 +411,7 @@ class Decoder(nn.Module):
         hidden_BLD: Tensor = self(tokens_BL, docs, dtype=dtype)
         objective, sums = self.head.loss(hidden_BLD, targets_BL)
         if self.ahead is not None and torch.is_grad_enabled():
-            next_BL, after_BL = following(tokens_BL, targets_BL, docs)
-            ahead_BLD = self.ahead(hidden_BLD, self.embedding(next_BL, hidden_BLD.dtype), next_BL, docs)
-            objective = objective + self.config.ahead_weight * self.head.loss(ahead_BLD, after_BL)[0]
+            objective = objective + self.ahead.loss(hidden_BLD, tokens_BL, targets_BL, docs, self.embedding, self.head)
         auxiliary = take_auxiliary(self)
         return (objective if auxiliary is None else objective + auxiliary), sums
 

@@ -196,6 +196,8 @@ def lay_out(
     expert.apply(model, mesh)
     cut_weights(model, mesh, layouts)
     tensor.apply(model, mesh, layouts)
+    whole = pipeline.repeating(model, bounds)
+    weights_on_stages = pipeline.shared_weights(model, bounds)
     stages = pipeline.stages_of(plan, model, mesh, bounds)
     modules: Sequence[Decoder | Stage] = stages or [model]
     compilation = compile_layers("none" if device.type == "meta" else plan.compile, modules)
@@ -214,8 +216,8 @@ def lay_out(
         return Laid(
             model, mesh, data_parallel, Whole(model, data_parallel), None, compilation, recomputation, meter, precision
         )
-    passes = Pipeline(plan, stages, mesh, config.stream_width, device)
-    copies = Copies(plan, mesh, data_parallel) if config.tied else None
+    passes = Pipeline(plan, stages, mesh, device, whole)
+    copies = Copies(plan, mesh, data_parallel, weights_on_stages) if weights_on_stages else None
     return Laid(model, mesh, data_parallel, passes, copies, compilation, recomputation, meter, precision)
 
 

@@ -22,7 +22,7 @@ of whichever, I queries and J keys of a chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from surefoot.blocks.base import Mixer, Routed, Router
+from surefoot.blocks.base import Block, Mixer, Routed, Router
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import all_to_all, gather, pass_on, sum_
 from surefoot.dist.mesh import Mesh
@@ -123,6 +123,17 @@ def kind_of(part: nn.Module, kind: Kind) -> Kind | None:
     if isinstance(part, Mixer) and part.gathers_keys:
         return "gather"
     return kind if isinstance(part, Mixer) and isinstance(part, _HoldsAttend) else None
+
+
+def rows_of(attention: Block, left: Mapping[str, int]) -> tuple[int, int]:
+    """Numbers of a position's queries, and of its keys and values together, all heads; `left` says how many an earlier layer has
+    left under each name, for those who read them find them anew."""
+    q_rows, kv_rows = (
+        sum(getattr(attention, name).shape[0] for name, axes in attention.axes.items() if axes[0] == axis)
+        for axis in ("heads", "kv_heads")
+    )
+    read = attention.reads if isinstance(attention, Mixer) else ()
+    return q_rows, kv_rows + sum(left[name] for name in read)
 
 
 def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:

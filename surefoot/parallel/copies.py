@@ -1,51 +1,62 @@
-"""The embedding's weight on two pipeline stages: its owner's on the first, and the copy that a tied head holds on the last.
+"""Weights that several pipeline stages use: their owners', and the copies that other stages keep (`pipeline.shared_weights`).
 
-The optimizer moves the owner's. Both are cut alike by the other axes, so a part's copy is the same part elsewhere.
+The optimizer moves the owner's. All are cut alike by the other axes, so a part's copy is the same part elsewhere.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from surefoot.dist.mesh import Mesh
-from surefoot.parallel.pipeline import EMBEDDING
+from surefoot.parallel.pipeline import SharedWeight, rank_of
 from surefoot.parallel.plan import Plan
-from surefoot.parallel.schedules import V_SHAPED
 from surefoot.parallel.shard import DataParallel
 
 
 class Copies:
-    """Between the rank that owns the embedding and the one whose head holds a copy of it, which may be the same."""
+    """Between the ranks that own weights and those that hold copies, which may be the same; `weights` is what `shared_weights`
+    found."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, data_parallel: DataParallel) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, data_parallel: DataParallel, weights: Sequence[SharedWeight]) -> None:
         self._group, self._here = mesh.group("pipeline"), mesh.index("pipeline")
-        self._owner_rank, self._copy_rank = 0, 0 if plan.schedule in V_SHAPED else plan.pipeline - 1
         owned = {local.name: local.part for local in data_parallel.locals}
-        copied = {local.name: local.part for local in data_parallel.copies}
-        self._owner, self._copy = owned.get(EMBEDDING), copied.get(EMBEDDING)
+        copied = {name: local.part for name, local in data_parallel.copies.items()}
+        self._pairs = [
+            (owned.get(one.owner), copied.get(one.copy), rank_of(plan, one.owner_stage), rank_of(plan, one.copy_stage))
+            for one in weights
+        ]
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the copy's gradient to the owner's, and drop it: no optimizer knows the copy."""
-        gradient = None if self._copy is None else _gradient(self._copy)
-        if self._copy is not None:
-            self._copy.grad = None
-        dtype = None if self._owner is None else self._owner.grad_dtype
-        moved = self._move(gradient, self._owner, self._copy_rank, self._owner_rank, dtype)
-        if self._owner is not None and moved is not None:
-            self._owner.grad = _gradient(self._owner) + moved
+        """Add each copy's gradient to the owner's, and drop it: no optimizer knows the copy."""
+        for owner, copy, owner_rank, copy_rank in self._pairs:
+            gradient = None if copy is None else _gradient(copy)
+            if copy is not None:
+                copy.grad = None
+            dtype = None if owner is None else owner.grad_dtype
+            moved = self._move(gradient, owner, copy_rank, owner_rank, dtype)
+            if owner is not None and moved is not None:
+                owner.grad = _gradient(owner) + moved
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give the copy the owner's value."""
-        moved = self._move(self._owner, self._copy, self._owner_rank, self._copy_rank)
-        if self._copy is not None and moved is not None:
-            self._copy.copy_(moved)
+        """Give each copy the owner's value."""
+        for owner, copy, owner_rank, copy_rank in self._pairs:
+            moved = self._move(owner, copy, owner_rank, copy_rank)
+            if copy is not None and moved is not None:
+                copy.copy_(moved)
 
     def _move(
-        self, sent: Tensor | None, like: Tensor | None, source: int, target: int, dtype: torch.dtype | None = None
+        self,
+        sent: Tensor | None,
+        like: Tensor | None,
+        source: int | None,
+        target: int | None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor | None:
         """What `source` sends, on `target`."""
         if source == target:

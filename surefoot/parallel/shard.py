@@ -67,7 +67,8 @@ class Local:
 class DataParallel(ABC):
     """One strategy over this rank's part of a model: the whole, or the stages it holds.
 
-    `copies` are weights that another stage owns: treated like the others, but no optimizer moves them.
+    `copies` are weights that another stage owns, by the names they have here: treated like the others, but no optimizer moves
+    them.
     """
 
     def __init__(
@@ -79,19 +80,22 @@ class DataParallel(ABC):
     ) -> None:
         self.mesh, self.modules = mesh, modules
         self.locals: list[Local] = []
-        self.copies: list[Local] = []
+        self.copies: dict[str, Local] = {}
         for module in modules:
             owners = module.copies if isinstance(module, Stage) else {}
             for name, block, weight in named_weights(module):
                 owner = owners.get(name, name)
                 axes = block.axes[weight]
                 local = self._local(owner, getattr(block, weight), axes, layouts[owner], precision.types_of(axes))
-                (self.copies if name in owners else self.locals).append(local)
+                if name in owners:
+                    self.copies[name] = local
+                else:
+                    self.locals.append(local)
 
     @property
     def everything(self) -> list[Local]:
         """What is owned and what is copied, in an order that all ranks with these stages share."""
-        return [*self.locals, *self.copies]
+        return [*self.locals, *self.copies.values()]
 
     @abstractmethod
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types) -> Local:

@@ -28,7 +28,7 @@ from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
 from surefoot.parallel import context, expert, tensor
-from surefoot.parallel.pipeline import EMBEDDING, Stage, bounds_of, indexes_of, rank_of
+from surefoot.parallel.pipeline import Stage, bounds_of, indexes_of, rank_of, shared_weights
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import REPLICAS, shards_of
 
@@ -46,13 +46,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class _Weight:
-    """One logical weight, or a tied head's copy of it: how tensor parallelism cuts it, how the optimizer sees it, how many layers
+    """One logical weight, or a stage's copy of it: how tensor parallelism cuts it, how the optimizer sees it, and how many layers
     have it."""
 
     param: Param
     cut: Layout
     kept: Layout
     uses: int
+    is_copy: bool
 
     @property
     def is_in_layer(self) -> bool:
@@ -77,6 +78,8 @@ class _Step:
     num_embeddings: int
     """How often a micro-batch passes the embedding here, and the head: 0 where another stage has it."""
     num_heads: int
+    between_stages: float
+    """Bytes that go to other stages' ranks: activations and gradients, and weights that stages share."""
     config: DecoderConfig
     sent: dict[Flow, float] = field(default_factory=dict)
 
@@ -125,7 +128,7 @@ def traffic(
     _tensor(step)
     _context(step)
     _expert(step)
-    _pipeline(step)
+    step.add(("pipeline",), "send", step.between_stages)
     if isinstance(optim, MuonConfig):
         _whole_matrices(step)
     _agreement(step)
@@ -135,36 +138,43 @@ def traffic(
 def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     modules: list[Decoder | Stage] = [model]
+    between = 0.0
     if plan.pipeline > 1:
         bounds = bounds_of(model, plan.num_stages, work.sequence_length)
         here = plan.grid.coordinates(rank)["pipeline"]
-        modules = [Stage(model, index, bounds) for index in indexes_of(plan, here)]
+        for one in shared_weights(model, bounds):
+            owner_rank, copy_rank = (rank_of(plan, stage) for stage in (one.owner_stage, one.copy_stage))
+            if here in (owner_rank, copy_rank) and owner_rank != copy_rank:
+                # Its gradient from the copy to the owner, its value back.
+                box = _kept(plan, layouts[one.owner]).box(plan.grid, plan.grid.coordinates(rank))
+                between += box.num_elements * work.weights.itemsize
+        stages_here = [Stage(model, index, bounds) for index in indexes_of(plan, here)]
+        between += work.num_micro_batches * sum(_handed(plan, work, stage, here) for stage in stages_here)
+        modules = [*stages_here]
     weights = []
     for module in modules:
+        owners = module.copies if isinstance(module, Stage) else {}
         uses = uses_by_layers(module.layers.children())
         for name, block, own_name in named_weights(module):
-            weight, cut = getattr(block, own_name), layouts[EMBEDDING if name not in layouts else name]
-            kept = cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
-            weights.append(_Weight(Param(name, weight, block.axes[own_name]), cut, kept, uses[id(weight)]))
+            weight, cut = getattr(block, own_name), layouts[owners.get(name, name)]
+            param = Param(name, weight, block.axes[own_name])
+            weights.append(_Weight(param, cut, _kept(plan, cut), uses[id(weight)], name in owners))
     own_layers = [cast(Layer, layer) for module in modules for layer in module.layers.children()]
-    # Under a pipeline there is no further prediction; it is the embedding's and the head's second pass.
-    ahead = model.ahead if plan.pipeline == 1 else None
-    own_layers += [] if ahead is None else [ahead.layer]
+    # The further prediction is the embedding's and the head's second pass.
+    aheads = [module.ahead for module in modules if module.ahead is not None]
+    own_layers += [ahead.layer for ahead in aheads]
     parts = [part for layer in own_layers for part in layer.parts()]
+    left = {name: x.numel() for mixer in model.mixers() for name, x in mixer.leaves(1, 1, work.compute).items()}
     attentions: list[tuple[int, int, context.Kind]] = []
     for part in parts:
         if (kind := context.kind_of(part, plan.context_kind)) is not None:
-            q_rows, kv_rows = (
-                sum(getattr(part, name).shape[0] for name, axes in part.axes.items() if axes[0] == axis) // plan.tensor
-                for axis in ("heads", "kv_heads")
-            )
+            q_rows, kv_rows = (rows // plan.tensor for rows in context.rows_of(part, left))
             attentions.append((q_rows, kv_rows, kind))
     part_widths = sum(layer.part_widths() for layer in own_layers)
     routed = [(router.num_experts, router.top_k) for layer in own_layers for router in routers(layer)]
     router_numbers = sum(router.num_counts for router in routers(model))
-    num_passes = 1 if ahead is None else 2
     num_embeddings, num_heads = (
-        num_passes * any(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
+        len(aheads) + sum(getattr(module, end) is not None for module in modules) for end in ("embedding", "head")
     )
     return _Step(
         plan,
@@ -177,8 +187,26 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         router_numbers,
         num_embeddings,
         num_heads,
+        between,
         model.config,
     )
+
+
+def _kept(plan: Plan, cut: Layout) -> Layout:
+    return cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
+
+
+def _handed(plan: Plan, work: Workload, stage: Stage, here: int) -> float:
+    """Bytes of a micro-batch that a stage sends to others' ranks: what it passes on, and gradients of what it was given."""
+    batch, length, width = work.micro_batch, work.sequence_length // plan.context, stage.config.width
+    # Tensor ranks cut the sequence of the stream and of embeddings, and the heads of what mixers leave.
+    embedded = torch.empty((batch, length, width), dtype=work.compute, device="meta")
+    stream = embedded.nbytes * stage.config.connection.num_streams
+    num_bytes = 0.0
+    for other, things in ((stage.index - 1, stage.given), (stage.index + 1, stage.passed)):
+        if rank_of(plan, other) not in (None, here):
+            num_bytes += stream + sum(left.empty(batch, length, embedded).nbytes for left in things)
+    return num_bytes / plan.tensor
 
 
 def _data(step: _Step) -> None:
@@ -271,25 +299,9 @@ def _context(step: _Step) -> None:
             step.add(axes, "send", 2 * (num_ranks - 1) * kv * narrow + num_ranks * kv * step.wide)
 
 
-def _pipeline(step: _Step) -> None:
-    """Activations to the next stage and their gradients to the one before, where those are elsewhere; a tied weight's copy."""
-    plan, here, axes = step.plan, step.grid.coordinates(step.rank)["pipeline"], ("pipeline",)
-    hidden = step.num_tokens // plan.tensor * step.config.stream_width * step.work.compute.itemsize
-    for index in indexes_of(plan, here):
-        others = [rank_of(plan, neighbour) for neighbour in (index - 1, index + 1)]
-        step.add(
-            axes, "send", step.work.num_micro_batches * hidden * sum(other not in (None, here) for other in others)
-        )
-    ends = rank_of(plan, 0), rank_of(plan, plan.num_stages - 1)
-    if step.config.tied and here in ends and ends[0] != ends[1]:
-        # Its gradient from the copy to the owner, its value back.
-        (part,) = (step.numbers(weight.kept) for weight in step.weights if weight.param.axes[0] == "vocab")
-        step.add(axes, "send", part * step.work.weights.itemsize)
-
-
 def _whole_matrices(step: _Step) -> None:
     """Muon: each part to its matrix's owner, and back."""
-    matrices = [weight for weight in step.weights if weight.param.role == "matrix"]
+    matrices = [weight for weight in step.weights if weight.param.role == "matrix" and not weight.is_copy]
     axes = tuple(axis for axis in exchange.AXES if step.grid.size(axis) > 1)
     if not any(weight.kept.is_cut_along(axis) for weight in matrices for axis in axes):
         return

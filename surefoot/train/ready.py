@@ -16,6 +16,7 @@ from surefoot.ops.loss import working_bytes
 from surefoot.optim.base import Optimizer, Param
 from surefoot.parallel.apply import Laid, check, lay_out
 from surefoot.parallel.holdings import held_bytes
+from surefoot.parallel.pipeline import Pipeline
 from surefoot.parallel.recompute import Budget
 from surefoot.train.agree import Ranks
 from surefoot.train.run import Run
@@ -73,6 +74,8 @@ def get_ready(run: Run, rank: int, heartbeat: Heartbeat, say: Callable[[str], No
     )
     if laid.compilation is not None:
         say(laid.compilation.announce())
+    if isinstance(laid.passes, Pipeline) and (words := laid.passes.announce()) is not None:
+        say(words)
     params = laid_params(laid)
     optimizer = run.optim.build(params)
     if free is not None:

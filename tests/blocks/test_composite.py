@@ -21,10 +21,9 @@ from surefoot.infer.states import narrow
 from surefoot.models.count import build_meta, count_parameters
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.ops.documents import Documents
-from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import RecomputeConfig
-from tests.parallel.parity import LENGTH, assert_same_as_one_process, decoder
+from tests.parallel.parity import assert_same_as_one_process, decoder
 from tests.redraw import redraw
 
 WIDTH = 16
@@ -175,7 +174,6 @@ def test_a_short_model_still_uses_a_common_block_twice() -> None:
         ("factors", lambda: SideBySideConfig(mixers=(SPACE, ATTENTION), factors=(1.0,))),
         ("mixers", lambda: SideBySideConfig(mixers=tuple(_validated(ATTENTION, value_rows=n) for n in (5, 6)))),
         ("ahead_weight", lambda: DecoderConfig(**(dict(common("mama")) | {"ahead_weight": 0.1}))),
-        ("plan.pipeline", lambda: check(Plan(pipeline=2), common(), LENGTH)),
         ("width", lambda: DecoderConfig(**(dict(common()) | {"width": 15}))),
     ],
 )

@@ -150,7 +150,6 @@ def test_other_layers_too(pool: Pool, changes: dict[str, Any], plan: Plan) -> No
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Plan(pipeline=2), "parts the embedding from the head"),
         (Plan(context=2), "leaves the token after a chunk's last on another rank"),
     ],
 )

@@ -270,3 +270,28 @@ def test_sparse_attention_has_all_its_keys_gathered_by_any_kind(tiny: Tiny, pool
     mixer = SparseConfig(num_heads=4, num_kv_heads=2, **sizes)
     model = run.model.model_copy(update={"mixer": mixer, "depth": 2})
     assert_known(run.model_copy(update={"model": model}), pool)
+
+
+HANDED: list[dict[str, Any]] = [
+    {"pipeline": 4, "schedule": "1f1b", "zero": 1, "shard": 2},
+    {"pipeline": 2, "schedule": "interleaved", "tensor": 2},
+    {"pipeline": 2, "schedule": "zbv", "context": 2},
+    {"pipeline": 2, "schedule": "gpipe", "replicate": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("plan", HANDED, ids=name)
+@pytest.mark.parametrize("kind", ["keys", "common", "ahead"])
+def test_what_stages_hand_on_and_share(tiny: Tiny, pool: Pool, plan: dict[str, Any], kind: str) -> None:
+    """Keys that a later stage reads, embeddings and weights of a block that layers share, and one more prediction."""
+    run = over(tiny, plan, "train.batch=32", f"train.micro_batch={4 // ranks_of(plan)}")
+    attention = AttentionConfig(num_heads=4, num_kv_heads=4)
+    first, other = attention, CommonBlockConfig(attention=attention, hidden=24, rank=4)
+    if kind == "keys":
+        first = attention.model_copy(update={"leaves": "keys"})
+        other = attention.model_copy(update={"reads": "keys"})
+    changes: dict[str, Any] = {"depth": 8, "mixer": first, "other_mixers": {"r": other}, "mixer_pattern": "mrrr"}
+    if kind == "ahead":
+        run = override(run, ["plan.context=1"])  # the token after a chunk's last is elsewhere
+        changes = {"depth": 8, "ahead_weight": 0.3}
+    assert_known(run.model_copy(update={"model": run.model.model_copy(update=changes)}), pool)

@@ -189,6 +189,11 @@ class AttentionConfig(MixerConfig):
         return Attention(self, width, output_scale)
 
 
+def _names(kept: str) -> tuple[str, str]:
+    """Under which keys and values lie in `shared` that are left as `kept`."""
+    return f"{kept}.k", f"{kept}.v"
+
+
 class Sinks(Block):
     """One score for each head that belongs to no key."""
 
@@ -230,8 +235,9 @@ class Attention(Mixer):
         self.units = {"heads": self.head_size, "kv_heads": self.head_size}
         fan_in = Initial(std=width**-0.5)
         self.wq = self.add_weight("wq", (q_size, width), ("heads", "embed"), fan_in)
-        self.reads_shared = config.reads is not None
-        if not self.reads_shared:
+        if config.reads is not None:
+            self.reads = _names(config.reads)
+        if not self.reads:
             self.add_weight("wk", (kv_size, width), ("kv_heads", "embed"), fan_in)
             self.add_weight("wv", (kv_size, width), ("kv_heads", "embed"), fan_in)
         output = Initial(std=output_scale * q_size**-0.5)
@@ -240,11 +246,11 @@ class Attention(Mixer):
             self.add_weight("w_gate", (q_size, width), ("heads", "embed"), fan_in)
         if config.bias == "qkv":
             self.add_weight("bq", (q_size,), ("heads",), Initial())
-            if not self.reads_shared:
+            if not self.reads:
                 self.add_weight("bk", (kv_size,), ("kv_heads",), Initial())
                 self.add_weight("bv", (kv_size,), ("kv_heads",), Initial())
         self.norm_q = self._norm(self.num_heads, "heads")
-        self.norm_k = None if self.reads_shared else self._norm(self.num_kv_heads, "kv_heads")
+        self.norm_k = None if self.reads else self._norm(self.num_kv_heads, "kv_heads")
         self.sinks = Sinks(self.num_heads) if config.sinks == "learned" else None
         self.values: Values | None = None
         if config.value_rows is not None:
@@ -302,23 +308,31 @@ class Attention(Mixer):
         if self.config.reads is not None:
             if isinstance(state, NoState):
                 state.length += docs.length
-            return shared[f"{self.config.reads}.k"], shared[f"{self.config.reads}.v"]
+            k_BSGK, v_BSGK = (shared[name] for name in self.reads)
+            return k_BSGK, v_BSGK
         k_BSGK, v_BSGK = self._place(heads["k"], self.norm_k, docs), heads["v"]
         if self.values is not None:
             v_BSGK = self.values(v_BSGK, shared[TOKENS])
         if isinstance(state, KVState):
             k_BSGK, v_BSGK = state.extend(k_BSGK, v_BSGK)
         if self.config.leaves is not None:
-            shared[f"{self.config.leaves}.k"], shared[f"{self.config.leaves}.v"] = k_BSGK, v_BSGK
+            shared.update(zip(_names(self.config.leaves), (k_BSGK, v_BSGK), strict=True))
         return k_BSGK, v_BSGK
 
     def use_plain(self) -> None:
         """See `Mixer.use_plain`: all scores, those that the mask hides too."""
         self.attend = attend_plain
 
+    def leaves(self, batch: int, length: int, dtype: torch.dtype) -> Shared:
+        """See `Mixer.leaves`: keys and values."""
+        if self.config.leaves is None:
+            return {}
+        shape = (batch, length, self.get_parameter("wk").shape[0] // self.head_size, self.head_size)
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name in _names(self.config.leaves)}
+
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> KVState | NoState:
         """Empty key and value buffers with room for `length` positions, or for those in reach; none where it reads others'."""
-        if self.reads_shared:
+        if self.reads:
             return NoState()
         shape = (batch, length, self.num_kv_heads, self.head_size)
         return KVState(shape, shape, self.scores.reach, dtype=dtype, device=self.wq.device)
@@ -337,7 +351,7 @@ class Attention(Mixer):
 
     def state_bytes(self, length: int, dtype: torch.dtype) -> int:
         """Two buffers of `length` positions, or of those in reach; nothing where it reads others'."""
-        return 0 if self.reads_shared else self.decode_bytes(length, dtype)
+        return 0 if self.reads else self.decode_bytes(length, dtype)
 
     def decode_bytes(self, length: int, dtype: torch.dtype) -> int:
         """The keys and values in reach, whoever holds them."""

@@ -131,7 +131,7 @@ class CommonParts(Common):
 class CommonBlock(Composite):
     """See `CommonBlockConfig`."""
 
-    reads_shared = True
+    reads = (EMBEDDED,)
 
     def __init__(self, config: CommonBlockConfig, width: int, output_scale: float) -> None:
         super().__init__()

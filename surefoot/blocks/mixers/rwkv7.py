@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from surefoot.blocks.base import Initial, Mixer, MixerConfig, Shared
 from surefoot.blocks.delta import check_block
+from surefoot.config import FieldError
 from surefoot.ops.conv import causal_conv
 from surefoot.ops.delta import delta, delta_flops
 from surefoot.ops.documents import Documents
@@ -53,6 +54,25 @@ class RWKV7Config(MixerConfig):
         }
 
     @property
+    def leaves_shared(self) -> str | None:
+        """Its own values."""
+        return FIRST_VALUES if self.values == "own" else None
+
+    @property
+    def needs_shared(self) -> str | None:
+        """Those of the last layer before it that has its own."""
+        return FIRST_VALUES if self.values == "mixed" else None
+
+    def check_writer(self, writer: MixerConfig) -> None:
+        """Heads must be those of the values."""
+        if not isinstance(writer, RWKV7Config):
+            raise FieldError("values", self.values, f"was left by {type(writer).__name__} under {FIRST_VALUES!r}")
+        for name in ("num_heads", "head_size"):
+            own, theirs = getattr(self, name), getattr(writer, name)
+            if own != theirs:
+                raise FieldError(name, own, f"must be {theirs} as in the layer that leaves its values")
+
+    @property
     def example_writer(self) -> MixerConfig | None:
         """See `MixerConfig.example_writer`."""
         return self.model_copy(update={"values": "own"}) if self.values == "mixed" else None
@@ -86,7 +106,7 @@ class RWKV7(Mixer):
     def __init__(self, config: RWKV7Config, width: int, output_scale: float) -> None:
         super().__init__()
         self.config = config
-        self.reads_shared = config.values == "mixed"
+        self.reads = (FIRST_VALUES,) if config.values == "mixed" else ()
         heads = config.num_heads * config.head_size
         self.units = {"heads": config.head_size}
         self.runs: Runs = OneRun()
@@ -96,7 +116,7 @@ class RWKV7(Mixer):
         for stream in "rkv":
             self.add_weight(f"w_{stream}", (heads, width), ("heads", "embed"), fan_in)
         narrow = {"w": config.rank, "a": config.rank, "g": config.gate_rank}
-        if self.reads_shared:
+        if self.reads:
             narrow["v"] = config.rank
         for stream, rank in narrow.items():
             self.add_weight(f"{stream}_down", (rank, width), ("rank", "embed"), fan_in)
@@ -167,16 +187,20 @@ class RWKV7(Mixer):
 
     def _values(self, v: Tensor, x_BLD: Tensor, shared: Shared | None) -> Tensor:
         """The layer's own values, left for later layers; or mixed with those left by an earlier one."""
-        if not self.reads_shared:
+        if not self.reads:
             if shared is not None:
                 # A copy: FSDP hangs its hooks on what a layer returns, and a view might lose them.
-                shared.setdefault(FIRST_VALUES, v.clone())
+                shared[FIRST_VALUES] = v.clone()
             return v
-        if shared is None or FIRST_VALUES not in shared:
-            raise ValueError(
-                "values=mixed needs an earlier RWKV-7 layer with values=own (a mixer_pattern begins with it)"
-            )
+        if shared is None:
+            raise ValueError(f"needs an earlier layer's values in shared, under {FIRST_VALUES!r}")
         return v + (shared[FIRST_VALUES].to(v.dtype) - v) * self._narrow("v", x_BLD).sigmoid()
+
+    def leaves(self, batch: int, length: int, dtype: torch.dtype) -> Shared:
+        """See `Mixer.leaves`: values, in at least fp32."""
+        wide = torch.promote_types(dtype, torch.float32)
+        shape = (batch, length, self.get_parameter("w_v").shape[0])
+        return {} if self.reads else {FIRST_VALUES: torch.empty(shape, dtype=wide, device="meta")}
 
     def new_state(self, batch: int, length: int, dtype: torch.dtype) -> RWKV7State:  # noqa: ARG002 - of one size
         """Zeros; the state is kept in at least fp32."""
