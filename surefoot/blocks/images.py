@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
+
+from torch import nn
 
 from surefoot.config import Config
 
@@ -14,6 +16,13 @@ class ImagePartConfig(Config):
     def examples(cls) -> dict[str, Self]:
         """See `MixerConfig.examples`; for encoders of `EXAMPLE_IMAGE` pixels a side and a decoder of `EXAMPLE_WIDTH`."""
         return {}
+
+
+class ImagePart(nn.Module):
+    """Base of every such module, beside `Block` where it has weights of its own: layouts keep what lies under one whole."""
+
+    entries: ClassVar[tuple[str, ...]] = ()
+    """Methods beside `forward` that a model calls: weights may have to be gathered for them."""
 
 
 EXAMPLE_IMAGE = 4

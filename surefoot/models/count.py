@@ -9,15 +9,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import overload
 
 import torch
 from torch import nn
 
 from surefoot.models.decoder import Decoder, DecoderConfig
 from surefoot.models.initialise import named_weights
+from surefoot.models.multimodal import ModelConfig, Multimodal, MultimodalConfig
 
 
-def build_meta(config: DecoderConfig) -> Decoder:
+@overload
+def build_meta(config: DecoderConfig) -> Decoder: ...
+@overload
+def build_meta(config: MultimodalConfig) -> Multimodal: ...
+def build_meta(config: ModelConfig) -> Decoder | Multimodal:
     """The model without storage."""
     with torch.device("meta"):
         return config.build()

@@ -7,11 +7,11 @@ generator and cut afterwards, so that no layout changes how a model starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,17 @@ from surefoot.config import ConfigError
 from surefoot.dist.collectives import max_, sum_
 from surefoot.dist.mesh import DATA, Mesh
 from surefoot.models import routing
-from surefoot.models.decoder import Decoder, DecoderConfig
+from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import generator_for, materialise, named_weights
+from surefoot.models.layers import named_layers, text_of
+from surefoot.models.multimodal import ModelConfig, Multimodal
+from surefoot.ops.documents import Documents
+from surefoot.ops.loss import LossSums
 from surefoot.parallel import compiled, context, expert, pipeline, shard, tensor
 from surefoot.parallel.compiled import Compilation, compile_layers
 from surefoot.parallel.copies import Copies
 from surefoot.parallel.cut import cut_weights
-from surefoot.parallel.pipeline import Feed, Pipeline, Stage
+from surefoot.parallel.pipeline import Pipeline, Stage
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import Recomputation, recompute
 from surefoot.parallel.shard import DataParallel, Local
@@ -35,8 +39,13 @@ from surefoot.precision.meter import Meter
 from surefoot.precision.policy import DEFAULT, PrecisionConfig
 from surefoot.precision.product import Sharing
 
-MicroBatch = tuple[Tensor, Tensor, Tensor]
-"""Tokens, targets and document numbers, each (B, L): this rank's samples, whole sequences."""
+MicroBatch = tuple[Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
+"""Tokens, targets and document numbers, each (B, L): this rank's samples, whole sequences. For a model that reads images also
+those of the samples (B, N, C, Y, X) and, where they stand nowhere in the text, which of them each token sees (B, L, N)."""
+
+Feed = tuple[Tensor, Tensor, Documents, *tuple[Tensor, ...]]
+"""Tokens and targets, (B, L) each, and documents of one micro-batch, as this rank sees them. For a model that reads images also
+those, and where each of these tokens looks (`Multimodal.looks_of`), if not everywhere."""
 
 
 class Passes(Protocol):
@@ -52,15 +61,15 @@ class Passes(Protocol):
 class Whole:
     """A model that lies on this rank from embedding to head."""
 
-    def __init__(self, model: Decoder, data_parallel: DataParallel) -> None:
+    def __init__(self, model: Decoder | Multimodal, data_parallel: DataParallel) -> None:
         self.model, self.data_parallel = model, data_parallel
 
     def accumulate(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> tuple[float, float]:
         """One micro-batch after the other."""
-        nll, z = 0.0, 0.0
-        for number, (tokens_BL, targets_BL, docs) in enumerate(feeds):
+        nll, z, loss = 0.0, 0.0, self._loss
+        for number, feed in enumerate(feeds):
             self.data_parallel.before_backward(is_last=number == len(feeds) - 1)
-            objective, sums = self.model.loss(tokens_BL, targets_BL, docs, dtype=dtype)
+            objective, sums = loss(*feed, dtype=dtype)
             torch.autograd.backward(objective / num_tokens)
             nll += sums.nll.item()
             z += sums.z.item()
@@ -69,14 +78,19 @@ class Whole:
     @torch.no_grad()
     def evaluate(self, feeds: Sequence[Feed], dtype: torch.dtype) -> float:
         """One micro-batch after the other."""
-        return sum(self.model.loss(*feed, dtype=dtype)[1].nll.item() for feed in feeds)
+        return sum(self._loss(*feed, dtype=dtype)[1].nll.item() for feed in feeds)
+
+    @property
+    def _loss(self) -> Callable[..., tuple[Tensor, LossSums]]:
+        """That of a model that takes such feeds."""
+        return self.model.loss
 
 
 @dataclass
 class Laid:
     """A model laid out over a mesh. `model` has memory only where there is no pipeline; `meter` watches narrow products."""
 
-    model: Decoder
+    model: Decoder | Multimodal
     mesh: Mesh
     data_parallel: DataParallel
     passes: Passes
@@ -85,6 +99,11 @@ class Laid:
     recomputation: Recomputation | None
     meter: Meter | None
     precision: PrecisionConfig
+
+    @property
+    def text(self) -> Decoder:
+        """The language model: all of it where it reads no images."""
+        return text_of(self.model)
 
     @property
     def locals(self) -> list[Local]:
@@ -128,17 +147,30 @@ class Laid:
         return routing.counted_ahead(self.model, count, lambda loads: sum_(loads, group))
 
     def _feeds(self, micro_batches: Sequence[MicroBatch]) -> list[Feed]:
-        return [context.cut(self.mesh, *micro_batch) for micro_batch in micro_batches]
+        return [self._feed(*micro_batch) for micro_batch in micro_batches]
+
+    def _feed(self, tokens_BS: Tensor, targets_BS: Tensor, ids_BS: Tensor, *seeing: Tensor) -> Feed:
+        if not isinstance(self.model, Multimodal):
+            return context.cut(self.mesh, tokens_BS, targets_BS, ids_BS)
+        images_BNCYX, *seen = seeing
+        looks = self.model.looks_of(tokens_BS, images_BNCYX, *seen)
+        cut = context.cut(self.mesh, tokens_BS, targets_BS, ids_BS, *(() if looks is None else (looks,)))
+        return *cut[:3], images_BNCYX, *cut[3:]
 
 
-def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: PrecisionConfig = DEFAULT) -> None:
+def check(plan: Plan, config: ModelConfig, sequence_length: int, precision: PrecisionConfig = DEFAULT) -> None:
     """`ConfigError` where the plan cannot carry the model in these numbers; needs no process group."""
     with torch.device("meta"):
         model = config.build()
-    pipeline.check(model, plan)
+    text = text_of(model)
+    if plan.pipeline > 1 and text is not model:
+        raise ConfigError(
+            "plan.pipeline", plan.pipeline, "has no stages for a model that reads images; use plan.pipeline=1"
+        )
+    pipeline.check(text, plan)
     tensor.check(model, plan.tensor, sequence_length)
     expert.check(model, plan.expert)
-    if plan.context > 1 and model.ahead is not None:
+    if plan.context > 1 and text.ahead is not None:
         raise ConfigError(
             "plan.context",
             plan.context,
@@ -150,7 +182,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: Pr
     compiled.check(plan.compile)
     chunks = 2 * plan.context if plan.context > 1 else 1
     swap.check(
-        _named_layers(model),
+        _narrowed(model),
         precision,
         cut=tensor.cut_dim,
         num_cut=plan.tensor,
@@ -162,7 +194,7 @@ def check(plan: Plan, config: DecoderConfig, sequence_length: int, precision: Pr
 
 def lay_out(
     plan: Plan,
-    config: DecoderConfig,
+    config: ModelConfig,
     mesh: Mesh,
     *,
     sequence_length: int,
@@ -175,14 +207,15 @@ def lay_out(
     narrower; every rank of the mesh calls it at the same time."""
     with torch.device("meta"):
         model = config.build().to(dtype)
+    text = text_of(model)
     if dtype is not precision.weight_dtype:  # asked for by the caller: what is not narrow is of it
         precision = precision.model_copy(update={"compute": "fp64" if dtype is torch.float64 else "fp32"})
     precision.retype(model)
     layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     initial = {name: (block.initial[weight], layouts[name].shape) for name, block, weight in named_weights(model)}
-    bounds = pipeline.bounds_of(model, plan.num_stages, sequence_length)
+    bounds = pipeline.bounds_of(text, plan.num_stages, sequence_length)
     meter = swap.swap(
-        _named_layers(model),
+        _narrowed(model),
         precision,
         cut=tensor.cut_dim,
         sharing=Sharing(
@@ -196,10 +229,10 @@ def lay_out(
     expert.apply(model, mesh)
     cut_weights(model, mesh, layouts)
     tensor.apply(model, mesh, layouts)
-    whole = pipeline.repeating(model, bounds)
-    weights_on_stages = pipeline.shared_weights(model, bounds)
-    stages = pipeline.stages_of(plan, model, mesh, bounds)
-    modules: Sequence[Decoder | Stage] = stages or [model]
+    whole = pipeline.repeating(text, bounds)
+    weights_on_stages = pipeline.shared_weights(text, bounds)
+    stages = pipeline.stages_of(plan, text, mesh, bounds)
+    modules: Sequence[Decoder | Multimodal | Stage] = stages or [model]
     compilation = compile_layers("none" if device.type == "meta" else plan.compile, modules)
     recomputation = recompute(plan.recompute, modules)
     for module in modules:
@@ -216,10 +249,13 @@ def lay_out(
         return Laid(
             model, mesh, data_parallel, Whole(model, data_parallel), None, compilation, recomputation, meter, precision
         )
-    passes = Pipeline(plan, stages, mesh, device, whole)
+    # Its feeds are of text alone: `check`.
+    passes = cast(Passes, Pipeline(plan, stages, mesh, device, whole))
     copies = Copies(plan, mesh, data_parallel, weights_on_stages) if weights_on_stages else None
     return Laid(model, mesh, data_parallel, passes, copies, compilation, recomputation, meter, precision)
 
 
-def _named_layers(model: Decoder) -> list[tuple[str, nn.Module]]:
-    return [(f"layers.{name}", layer) for name, layer in model.layers.named_children()]
+def _narrowed(model: Decoder | Multimodal) -> list[tuple[str, nn.Module]]:
+    """The layers whose products may be narrow, with their full names: those of the text."""
+    where = "text." if isinstance(model, Multimodal) else ""
+    return [(f"{where}{name}", layer) for name, layer in named_layers(text_of(model))]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from surefoot.config import ConfigError
+from surefoot.models.layers import named_layers
 
 BACKEND = "inductor"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -66,7 +67,7 @@ def compile_layers(wanted: str, modules: Sequence[nn.Module]) -> Compilation | N
         return None
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = os.environ.setdefault(_CACHE, str(home / "surefoot" / "inductor"))
-    layers = [layer for module in modules for layer in module.get_submodule("layers").children()]
+    layers = [layer for module in modules for _, layer in named_layers(module)]
     # Layers share their code but not their shapes, types of mixer or hooks: each may take its own graphs.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(layers))
     # The tracer looks at every tensor in passing.

@@ -152,15 +152,18 @@ def apply(model: nn.Module, mesh: Mesh, kind: Kind) -> None:
             block.pool = lambda counts: sum_(counts.clone(), group)
 
 
-def cut(mesh: Mesh, tokens_BS: Tensor, targets_BS: Tensor, ids_BS: Tensor) -> tuple[Tensor, Tensor, Documents]:
-    """This rank's tokens and targets, (B, L) each, and where documents lie among them."""
+def cut(
+    mesh: Mesh, tokens_BS: Tensor, targets_BS: Tensor, ids_BS: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor, Documents, *tuple[Tensor, ...]]:
+    """This rank's tokens and targets, (B, L) each, where documents lie among them, and of whatever else there is a token
+    (B, S, …) the same."""
     length, size = tokens_BS.shape[1], mesh.size("context")
     docs = Documents(ids_BS, length)
     if size == 1:
-        return tokens_BS, targets_BS, docs
+        return tokens_BS, targets_BS, docs, *others
     runs = runs_of(mesh.index("context"), size, length)
-    tokens_BL, targets_BL = (torch.cat([x[:, run] for run in runs], 1) for x in (tokens_BS, targets_BS))
-    return tokens_BL, targets_BL, docs.cut(runs)
+    tokens_BL, targets_BL, *own = (torch.cat([x[:, run] for run in runs], 1) for x in (tokens_BS, targets_BS, *others))
+    return tokens_BL, targets_BL, docs.cut(runs), *own
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:

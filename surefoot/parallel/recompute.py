@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from surefoot.config import Config, ConfigError, FieldError
+from surefoot.models.layers import named_layers
 from surefoot.ops.autograd import Call, Tape
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -263,7 +264,7 @@ def communicates(call: Call) -> bool:
 
 def recompute(config: RecomputeConfig, modules: Sequence[nn.Module]) -> Recomputation | None:
     """Have layers of a model or of stages run again in backward. FSDP's hooks, put around a layer later, lie outside."""
-    layers = [layer for module in modules for layer in module.get_submodule("layers").children()]
+    layers = [layer for module in modules for _, layer in named_layers(module)]
     if config.mode == "none":
         return None
     chosen = layers[:: config.every]

@@ -27,12 +27,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from surefoot.blocks.base import Block, Common, Experts
+from surefoot.blocks.images import ImagePart
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import gather_flat, reduce_scatter_flat, sum_all_
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import Grid, Mesh
 from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import named_weights
+from surefoot.models.layers import named_layers
+from surefoot.models.multimodal import Multimodal
 from surefoot.parallel.pipeline import Stage
 from surefoot.parallel.plan import Plan
 from surefoot.precision.policy import DEFAULT, PrecisionConfig, Types
@@ -226,17 +229,18 @@ class _Family:
         ]
 
     def reduce(self) -> None:
-        """Sums of gradients to the parts."""
+        """Sums of gradients to the parts. What nothing reads has none, and no part of it is moved."""
+        live = [member for member in zip(self.weights, self.parts, self.runs, strict=True) if member[0].requires_grad]
         if self.num_ranks == 1:  # experts that no other rank holds: a part is all of the weight
-            for weight, part in zip(self.weights, self.parts, strict=True):
+            for weight, part, _ in live:
                 part.grad, weight.grad = self._gradient(weight), None
             return
-        by_rank = torch.cat(
-            [self._by_rank(weight, run) for weight, run in zip(self.weights, self.runs, strict=True)], 1
-        )
+        if not live:
+            return
+        by_rank = torch.cat([self._by_rank(weight, run) for weight, _, run in live], 1)
         own = by_rank.new_empty(by_rank.shape[1])
         reduce_scatter_flat(own, by_rank.flatten(), group=self.group)
-        for weight, part, piece in zip(self.weights, self.parts, own.split(self.runs), strict=True):
+        for (weight, part, _), piece in zip(live, own.split([run for *_, run in live]), strict=True):
             part.grad = piece[: part.numel()].view_as(part).to(self.types.accumulate)
             weight.grad = None
 
@@ -292,7 +296,7 @@ class FullySharded(DataParallel):
 
     @staticmethod
     def wrap(
-        module: Decoder | Stage,
+        module: Decoder | Multimodal | Stage,
         mesh: Mesh,
         precision: PrecisionConfig,
         *,
@@ -302,7 +306,9 @@ class FullySharded(DataParallel):
         """Make FSDP2 units of a model or stage that may still be on meta."""
         replicas = (REPLICAS,) if mesh.size(*REPLICAS) > 1 else ()
         data_mesh = mesh.device_mesh(device_type, *replicas, SHARDS)
-        units: list[tuple[nn.Module, DeviceMesh]] = [(unit, data_mesh) for unit in (*module.layers.children(), module)]
+        unread = module.unread() if isinstance(module, Multimodal) else []
+        layers = [layer for _, layer in named_layers(module)]
+        units: list[tuple[nn.Module, DeviceMesh]] = [(unit, data_mesh) for unit in (*layers, *unread, module)]
         if mesh.size("expert") > 1:
             expert_mesh = mesh.device_mesh(device_type, *replicas, EXPERT_SHARDS)
             experts = [block for block in module.modules() if isinstance(block, Experts)]
@@ -336,8 +342,11 @@ class FullySharded(DataParallel):
             # The loss is divided by the step's tokens before backward: ranks add up. gloo has no scaled sum.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        if isinstance(module, Decoder):
+        if isinstance(module, Decoder | Multimodal):
             register_fsdp_forward_method(module, "loss")
+        for part in module.modules():
+            for name in part.entries if isinstance(part, ImagePart) else ():
+                register_fsdp_forward_method(part, name)
 
     def _local(self, name: str, weight: nn.Parameter, axes: tuple[str, ...], layout: Layout, types: Types) -> Local:
         if not isinstance(weight, DTensor):
@@ -416,7 +425,9 @@ def check(plan: Plan, precision: PrecisionConfig) -> None:
         )
 
 
-def wrap(plan: Plan, module: Decoder | Stage, mesh: Mesh, device: torch.device, precision: PrecisionConfig) -> None:
+def wrap(
+    plan: Plan, module: Decoder | Multimodal | Stage, mesh: Mesh, device: torch.device, precision: PrecisionConfig
+) -> None:
     """What a strategy does to a model or stage before its weights have memory."""
     if plan.is_fully_sharded:
         reshard = (plan.reshard or True) if plan.keeps_weights_cut else False

@@ -5,6 +5,10 @@ cut: a hook before each gathers it, a hook after sums the ranks' partial outputs
 a copy that saw part of the sequence or of the heads, so its gradient is partial and is summed over the ranks
 (`shard`).
 
+What lies under an `ImagePart` is whole on every rank, and its hidden sequence too: encoders and what joins them are small beside
+a language model, and are done once an image and not once a token. Each rank uses the features for its own run of the text only,
+so gradients of these weights are partial like the others'.
+
 Legend: B batch, L length, T tokens, D width, V vocabulary (this rank's part), C rows of one chunk.
 """
 
@@ -20,12 +24,14 @@ from torch.distributed import ProcessGroup
 from surefoot.blocks.base import Block, FeedForward, Mixer
 from surefoot.blocks.embedding import Embedding
 from surefoot.blocks.head import Head
+from surefoot.blocks.images import ImagePart
 from surefoot.blocks.norm import HeadsNorm
 from surefoot.config import ConfigError
 from surefoot.dist.collectives import gather, max_, reduce_scatter, sum_
 from surefoot.dist.layout import Layout
 from surefoot.dist.mesh import Mesh
 from surefoot.models.initialise import named_weights
+from surefoot.models.multimodal import Multimodal
 from surefoot.ops.lookup import lookup
 from surefoot.ops.loss import LossSums, VocabularyPart, linear_cross_entropy
 
@@ -47,8 +53,9 @@ def check(model: nn.Module, size: int, sequence_length: int) -> None:
         return
     if sequence_length % size:
         raise _refusal(size, sequence_length, "data.sequence_length (the sequence is cut between layers)")
+    whole = _whole(model)
     for name, block in model.named_modules():
-        if not isinstance(block, Block):
+        if not isinstance(block, Block) or block in whole:
             continue
         cut = [(weight, dim) for weight, axes in block.axes.items() if (dim := cut_dim(axes)) is not None]
         parts = [part for part in block.modules() if isinstance(part, Block)]
@@ -66,11 +73,16 @@ def check(model: nn.Module, size: int, sequence_length: int) -> None:
                 raise _refusal(size, count, f"{axis} of {name}")
 
 
+def _whole(model: nn.Module) -> set[nn.Module]:
+    """All modules that are parts for images, or lie in one."""
+    return {module for part in model.modules() if isinstance(part, ImagePart) for module in part.modules()}
+
+
 def layouts_of(model: nn.Module, size: int) -> dict[str, Layout]:
     """How tensor parallelism cuts each weight of a whole model, by full name."""
-    layouts = {}
+    layouts, whole = {}, _whole(model)
     for full_name, block, name in named_weights(model):
-        shape, dim = tuple(getattr(block, name).shape), cut_dim(block.axes[name])
+        shape, dim = tuple(getattr(block, name).shape), None if block in whole else cut_dim(block.axes[name])
         layout = Layout(shape)
         layouts[full_name] = layout if dim is None or size == 1 else layout.split(dim, "tensor")
     return layouts
@@ -84,7 +96,10 @@ def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
     vocabulary = next(layouts[name] for name, block, own in named_weights(model) if "vocab" in block.axes[own])
     start = vocabulary.box(mesh.grid, mesh.coordinates).offset[0]
     num_rows = -(-vocabulary.shape[0] // mesh.size("tensor"))
+    whole = _whole(model)
     for module in model.modules():
+        if module in whole:
+            continue
         if isinstance(module, Mixer | FeedForward) and not (isinstance(module, Mixer) and module.is_composite):
             module.register_forward_pre_hook(_Gather(group))
             module.register_forward_hook(_Scatter(group))
@@ -96,6 +111,18 @@ def apply(model: nn.Module, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
             module.lookup = _Lookup(group, start)
         elif isinstance(module, Head):
             module.objective = _Objective(group, start, num_rows)
+        elif isinstance(module, Multimodal):
+            module.own_run = _OwnRun(mesh.index("tensor"), mesh.size("tensor"))
+
+
+class _OwnRun:
+    """Of what there is a token, this rank's run of the sequence, as `_Lookup` leaves it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size, _SEQUENCE)[self.rank]
 
 
 class _Gather:

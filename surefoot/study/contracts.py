@@ -59,6 +59,7 @@ from surefoot.models.initialise import (
     named_states,
     named_weights,
 )
+from surefoot.models.multimodal import MultimodalConfig
 from surefoot.models.routing import routers
 from surefoot.ops.documents import Documents
 from surefoot.ops.loss import LossSums
@@ -105,6 +106,36 @@ class Subject:
     @abstractmethod
     def loss(self, model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, LossSums]:
         """Its objective on that batch, and the parts."""
+
+    @property
+    def reader(self) -> MultimodalConfig | None:
+        """The model, if it reads images."""
+        return self.model if isinstance(self.model, MultimodalConfig) else None
+
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether it says that in training it chooses among the tokens of a whole batch."""
+        return any(router.looks_ahead for router in routers(build_meta(self.model)))
+
+    @cached_property
+    def run(self) -> Run:
+        """A run of the model, or of the decoder of one that reads images; its data is never read."""
+        reader = self.reader
+        source = WeightedSource(source=StdlibConfig())
+        return Run(
+            name="contract",
+            model=self.model if reader is None else reader.text,
+            data=CorpusConfig(sources=(source,), tokenizer=BytesConfig(), sequence_length=LENGTH),
+            optim=AdamWConfig(lr=0.01),
+            schedule=LinearToZero(),
+            precision=PrecisionConfig(compute="fp64"),
+            train=TrainConfig(num_steps=1, batch=16),
+        )
+
+    @cached_property
+    def reference(self) -> tuple[list[Share], dict[str, float]]:
+        """What one process trains, and how far from it a layout may be."""
+        return reference_of(self.run, reader=self.reader)
 
     def built(self) -> Any:
         """The model in fp64, its weights drawn and those that all start alike drawn anew; states too."""
@@ -157,30 +188,6 @@ class Example(Subject):
             z_loss=0.01,
             **pattern,
         )
-
-    @cached_property
-    def looks_ahead(self) -> bool:
-        """Whether it says that in training it chooses among the tokens of a whole batch."""
-        return any(router.looks_ahead for router in routers(build_meta(self.model)))
-
-    @cached_property
-    def run(self) -> Run:
-        """A run of the model; its data is never read."""
-        source = WeightedSource(source=StdlibConfig())
-        return Run(
-            name="contract",
-            model=self.model,
-            data=CorpusConfig(sources=(source,), tokenizer=BytesConfig(), sequence_length=LENGTH),
-            optim=AdamWConfig(lr=0.01),
-            schedule=LinearToZero(),
-            precision=PrecisionConfig(compute="fp64"),
-            train=TrainConfig(num_steps=1, batch=16),
-        )
-
-    @cached_property
-    def reference(self) -> tuple[list[Share], dict[str, float]]:
-        """What one process trains, and how far from it a layout may be."""
-        return reference_of(self.run)
 
     def hidden(self, model: Decoder) -> Tensor:
         """See `Subject.hidden`."""

@@ -25,8 +25,8 @@ from surefoot.dist.fake import META, Ledger, fake_world
 from surefoot.dist.mesh import Mesh
 from surefoot.models.count import build_meta
 from surefoot.optim.base import Optimizer, Param
-from surefoot.parallel.apply import Laid, check, lay_out
-from surefoot.parallel.pipeline import Feed, Pipeline, bounds_of, indexes_of
+from surefoot.parallel.apply import Feed, Laid, check, lay_out
+from surefoot.parallel.pipeline import Pipeline, bounds_of, indexes_of
 from surefoot.parallel.recompute import Budget
 from surefoot.planner.traffic import Workload
 from surefoot.train.agree import Ranks

@@ -21,13 +21,12 @@ from surefoot.study.contracts import (
     SINGLE,
     BrokenError,
     Contract,
-    Example,
     InapplicableError,
     Subject,
     at_most,
 )
 from surefoot.study.image_contracts import IMAGES, ImageExample
-from surefoot.study.trial import trial
+from surefoot.study.trial import BATCH, trial
 from surefoot.study.verify import judge, num_micro_batches
 
 LAYOUTS: Mapping[str, Sequence[Plan]] = {
@@ -43,7 +42,7 @@ LAYOUTS: Mapping[str, Sequence[Plan]] = {
 def on_ranks(plans: Sequence[Plan], pool: Pool) -> Contract:
     """The contract that the plans train the same parameters as one process (`study.verify`)."""
 
-    def trained_alike(example: Example) -> float:
+    def trained_alike(example: Subject) -> float:
         if example.looks_ahead:
             raise InapplicableError(
                 "in training each token's experts depend on which others lie in its micro-batch, so another cut of the batch "
@@ -58,7 +57,8 @@ def on_ranks(plans: Sequence[Plan], pool: Pool) -> Contract:
                 continue
             has_run = True
             with tempfile.TemporaryDirectory() as folder:
-                shares = pool.run(trial, example.run, plan, num_micro_batches(plan), Path(folder))
+                arguments = example.run, plan, num_micro_batches(plan), Path(folder), range(BATCH), example.reader
+                shares = pool.run(trial, *arguments)
             verdict = judge(plan, shares, *example.reference)
             if verdict.failure:
                 raise BrokenError(f"{plan.describe()}: {verdict.failure}")
@@ -98,17 +98,11 @@ def compiled(example: Subject) -> float:
     return at_most(worst, EXACT, "gradients differ under torch.compile")
 
 
-def untrained(_example: ImageExample) -> float:
-    """No run trains a model of images."""
-    raise InapplicableError("a run trains a decoder of text: no layout, and no training run, has images yet")
-
-
 COLUMNS = (*SINGLE, "compile", *LAYOUTS)
 """The heads of all columns."""
 
 
 def contracts_of(example: Subject, pool: Pool) -> dict[str, Contract]:
     """By the head of their column."""
-    if isinstance(example, ImageExample):
-        return {**IMAGES, "compile": compiled, **dict.fromkeys(LAYOUTS, untrained)}
-    return {**SINGLE, "compile": compiled, **{name: on_ranks(plans, pool) for name, plans in LAYOUTS.items()}}
+    own = IMAGES if isinstance(example, ImageExample) else SINGLE
+    return {**own, "compile": compiled, **{name: on_ranks(plans, pool) for name, plans in LAYOUTS.items()}}

@@ -254,7 +254,7 @@ class _Probe(Exact):
 def _errors(start: _Training, precisions: Mapping[Numbers, PrecisionConfig]) -> dict[Numbers, dict[str, Error]]:
     """Each product of every layer, also of those that a run would keep."""
     training = _copied(start, PrecisionConfig(compute="fp32"))
-    layers = [(f"layers.{name}", layer) for name, layer in training.laid.model.layers.named_children()]
+    layers = [(f"layers.{name}", layer) for name, layer in training.laid.text.layers.named_children()]
     before, now = (_operands(training, layers, step) for step in (WARM_UP, WARM_UP + 1))
     found: dict[Numbers, dict[str, Error]] = {}
     for numbers, precision in precisions.items():

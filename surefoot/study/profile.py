@@ -169,7 +169,7 @@ class _Phases(Heartbeat):
 @contextmanager
 def watched(laid: Laid, timeline: Timeline) -> Iterator[None]:
     """While it lasts, the passes of a model without a pipeline tell the timeline where they are."""
-    model = laid.model
+    model = laid.text
     with ExitStack() as stack:
         for module, part, layer in parts_of(model):
             before, after = _hooks(timeline, module, part, layer)

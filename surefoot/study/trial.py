@@ -14,6 +14,8 @@ from surefoot.dist.layout import Box
 from surefoot.dist.mesh import own_mesh
 from surefoot.models.count import build_meta
 from surefoot.models.initialise import constant_starts, generator_for
+from surefoot.models.multimodal import LateFusionConfig, ModelConfig, MultimodalConfig
+from surefoot.ops.loss import IGNORED
 from surefoot.optim.base import Optimizer, Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm
 from surefoot.parallel.apply import MicroBatch, lay_out
@@ -43,17 +45,23 @@ class Share:
 
 
 def trial(
-    run: Run, plan: Plan, num_micro: int, folder: Path | None, order: Sequence[int] = range(BATCH)
+    run: Run,
+    plan: Plan,
+    num_micro: int,
+    folder: Path | None,
+    order: Sequence[int] = range(BATCH),
+    reader: MultimodalConfig | None = None,
 ) -> Share | None:
     """One rank's part of two steps on the samples in that order, stopped and started again between them if there is a `folder`
-    to save in; None on a rank that the plan does not use."""
+    to save in; None on a rank that the plan does not use. Of a `reader` of images if there is one, else of the run's model."""
+    model: ModelConfig = run.model if reader is None else reader
     mesh, cpu, dtype = own_mesh(plan.grid), torch.device("cpu"), run.precision.compute_dtype
     if mesh is None:
         return None
     length, seed = run.data.sequence_length, run.train.seed
     laid = lay_out(
         plan,
-        run.model,
+        model,
         mesh,
         sequence_length=length,
         dtype=run.precision.weight_dtype,
@@ -65,10 +73,10 @@ def trial(
     share = Share()
     for param in params:
         share.keep("initial weights", param, param.tensor)
-    _redraw_constants(params, constant_starts(build_meta(run.model)))
+    _redraw_constants(params, constant_starts(build_meta(model)))
     laid.after_step()
     optimizer = run.optim.build(params)
-    drawn = ragged_batch(run.model.vocab_size, run.data.sequence_length)
+    drawn = ragged_batch(run.model.vocab_size, length) if reader is None else image_batch(reader, length)
     batch = [tensor[list(order)] for tensor in drawn]
     num_tokens = int((batch[1] >= 0).sum())
     own = ranks.own(BATCH)
@@ -151,11 +159,43 @@ def _redraw_constants(params: Sequence[Param], starts: Mapping[str, float]) -> N
             param.tensor.copy_((starts[param.name] + 0.3 * drawn)[param.box.slices])
 
 
-def ragged_batch(vocab_size: int, length: int) -> MicroBatch:
+def ragged_batch(vocab_size: int, length: int, batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets and documents: very different lengths, one document a whole row, a third of the targets ignored."""
     generator = torch.Generator().manual_seed(1)
-    tokens_BL, targets_BL = (torch.randint(vocab_size, (BATCH, length), generator=generator) for _ in range(2))
-    targets_BL[torch.rand(BATCH, length, generator=generator) < 0.3] = -100
-    ids_BL = (torch.rand(BATCH, length, generator=generator) < 0.1).long().cumsum(1)
+    tokens_BL, targets_BL = (torch.randint(vocab_size, (batch, length), generator=generator) for _ in range(2))
+    targets_BL[torch.rand(batch, length, generator=generator) < 0.3] = IGNORED
+    ids_BL = (torch.rand(batch, length, generator=generator) < 0.1).long().cumsum(1)
     ids_BL[0] = 0
     return tokens_BL, targets_BL, ids_BL
+
+
+NUM_IMAGES = 2
+"""A row, in a trial of a model that reads images."""
+
+
+def image_batch(config: MultimodalConfig, length: int, batch: int = BATCH) -> MicroBatch:
+    """The same with images, whose tokens stand together in places that differ from row to row; where they have none, each token
+    sees some images, all or none."""
+    tokens_BL, targets_BL, ids_BL = ragged_batch(config.text.vocab_size, length, batch)
+    generator, vision = torch.Generator().manual_seed(2), config.vision
+    shape = (batch, NUM_IMAGES, vision.num_channels, vision.image_size, vision.image_size)
+    images_BNCYX = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if not isinstance(config, LateFusionConfig):
+        return (
+            tokens_BL,
+            targets_BL,
+            ids_BL,
+            images_BNCYX,
+            torch.rand(batch, length, NUM_IMAGES, generator=generator) < 0.6,
+        )
+    image, size = config.image_token, config.num_features
+    num_text = length - NUM_IMAGES * size
+    other = (image + 1) % config.text.vocab_size
+    for values in (tokens_BL, targets_BL):
+        values[values == image] = other
+    starts_BN = torch.randint(num_text + 1, (batch, NUM_IMAGES), generator=generator).sort(1).values
+    for row, starts in enumerate(starts_BN.tolist()):
+        for number, start in enumerate(starts):
+            first = start + number * size
+            tokens_BL[row, first : first + size] = image
+    return tokens_BL, targets_BL, ids_BL, images_BNCYX

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from surefoot.config import ConfigError, override
 from surefoot.dist.pool import Pool
+from surefoot.models.multimodal import MultimodalConfig
 from surefoot.parallel.apply import check
 from surefoot.parallel.plan import Plan
 from surefoot.study.matrix import combinations
@@ -36,6 +37,9 @@ LENGTH, DEPTH = 64, 2
 MARGIN, MARGIN_BF16 = 100.0, 2.0
 FLOOR = 1e-13
 """Relative difference that fp64 sums of this size always may have."""
+LEAST = 1e-6
+"""Of the largest tensor of a quantity: a smaller one is compared with that. A gradient that is 0 but for rounding (of a bias of
+keys that all queries see) has no digits of its own."""
 SUSPICIOUS = 1e-9
 """Relative difference of the loss that another order of sums in fp64 hardly makes: chance may be at work."""
 UNIT_FP32 = 2.0**-22
@@ -202,41 +206,44 @@ def _passes_of(run: Run, plan: Plan) -> Passes:
     return tuple(tuple(samples.flatten().tolist()) for samples in by_rank.unbind(1))
 
 
-def reference_of(run: Run, passes: Passes = ALL) -> tuple[list[Share], dict[str, float]]:
-    """One process, and how far from it a plan may be."""
+def reference_of(
+    run: Run, passes: Passes = ALL, reader: MultimodalConfig | None = None
+) -> tuple[list[Share], dict[str, float]]:
+    """One process, and how far from it a plan may be; of a `reader` of images if there is one."""
     if run.precision.compute != "fp64":
         wide = run.model_copy(update={"precision": run.precision.in_wide("fp64")})
-        exact, one = one_process(wide, passes), one_process(run, passes)
-        _refuse_chance(run, one, passes)
+        exact, one = (one_process(of, passes, reader) for of in (wide, run))
+        _refuse_chance(run, one, passes, reader)
         own = _differences(one, exact)
         exact[0].parts["initial weights"] = one[0].parts["initial weights"]  # bf16 weights start rounded
         allowed = {quantity: MARGIN_BF16 * max(error, UNIT_BF16) for quantity, error in own.items()}
         return exact, allowed | dict.fromkeys(EXACT, 0.0)
-    reference = one_process(run, passes)
-    return reference, _allowed(run, reference, passes)
+    reference = one_process(run, passes, reader)
+    return reference, _allowed(run, reference, passes, reader)
 
 
-def one_process(run: Run, passes: Passes = ALL) -> list[Share]:
+def one_process(run: Run, passes: Passes = ALL, reader: MultimodalConfig | None = None) -> list[Share]:
     """The trial of one process, as the only share."""
     order = [sample for samples in passes for sample in samples]
     with TemporaryDirectory() as folder:
-        return [share for share in [trial(run, Plan(), len(passes), Path(folder), order)] if share is not None]
+        share = trial(run, Plan(), len(passes), Path(folder), order, reader)
+    return [] if share is None else [share]
 
 
-def _allowed(run: Run, reference: Sequence[Share], passes: Passes) -> dict[str, float]:
+def _allowed(run: Run, reference: Sequence[Share], passes: Passes, reader: MultimodalConfig | None) -> dict[str, float]:
     """`MARGIN` times what each quantity differs by when the same sums are taken in another order."""
     is_fixed = len(passes) > 1 or (run.precision.kind is not None and run.precision.kind.is_of_pass)
     other = tuple(samples[::-1] for samples in passes) if is_fixed else tuple((sample,) for sample in range(BATCH))
-    reordered = _differences(one_process(run, other), reference)
+    reordered = _differences(one_process(run, other, reader), reference)
     if reordered["loss"] > SUSPICIOUS:
-        _refuse_chance(run, reference, passes)
+        _refuse_chance(run, reference, passes, reader)
     allowed = {quantity: MARGIN * max(error, FLOOR) for quantity, error in reordered.items()}
     return allowed | dict.fromkeys(EXACT, 0.0) | dict.fromkeys({MAGNITUDES} & allowed.keys(), UNIT_FP32)
 
 
-def _refuse_chance(run: Run, reference: Sequence[Share], passes: Passes) -> None:
+def _refuse_chance(run: Run, reference: Sequence[Share], passes: Passes, reader: MultimodalConfig | None) -> None:
     """`ConfigError` where one process that does the same again finds something else: no noise could be told from a fault."""
-    error, name = _difference(one_process(run, passes), reference, "gradients")
+    error, name = _difference(one_process(run, passes, reader), reference, "gradients")
     if error != 0:
         raise ConfigError(
             "model",
@@ -302,9 +309,9 @@ def _difference(shares: Sequence[Share], reference: Sequence[Share], quantity: s
     if ours.keys() != theirs.keys():
         odd = min(ours.keys() ^ theirs.keys())
         raise _DisagreementError(f"{quantity}: {odd} is on one side only")
-    errors = [
-        (float((ours[name] - value).norm() / value.norm().clamp_min(1e-300)), name) for name, value in theirs.items()
-    ]
+    sizes = {name: float(value.norm()) for name, value in theirs.items()}
+    least = max(1e-300, LEAST * max(sizes.values()))
+    errors = [(float((ours[name] - value).norm()) / max(sizes[name], least), name) for name, value in theirs.items()]
     # NaN compares with nothing, so it is looked for first.
     return next((item for item in errors if item[0] != item[0]), max(errors))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.checkpoint.agreed import together
 from surefoot.checkpoint.load import Checkpoint, read_parts, read_tensors
@@ -65,7 +65,7 @@ def _storage(axes: tuple[str, ...], precision: PrecisionConfig) -> Storage:
     return Storage(types.rounding, types.optimizer_state) if precision.is_narrow else Storage()
 
 
-def states_of(model: Decoder, mesh: Mesh | None = None) -> list[Param]:
+def states_of(model: nn.Module, mesh: Mesh | None = None) -> list[Param]:
     """What blocks of this rank learn otherwise than by gradient, whole in every layout."""
     return [
         Param(full_name, state, block.states[name], None if mesh is None else Place(Layout(tuple(state.shape)), mesh))

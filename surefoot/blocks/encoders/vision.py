@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from surefoot.blocks.base import Block, Initial
-from surefoot.blocks.images import EXAMPLE_IMAGE, ImagePartConfig
+from surefoot.blocks.images import EXAMPLE_IMAGE, ImagePart, ImagePartConfig
 from surefoot.blocks.norm import LayerNorm
 from surefoot.config import FieldError
 from surefoot.ops.activations import ACTIVATIONS
@@ -159,7 +159,7 @@ class VisionLayer(nn.Module):
         return self.look.flops(num_positions) + self.network.flops()
 
 
-class Vision(nn.Module):
+class Vision(ImagePart):
     """See `VisionConfig`. Published encoders have a norm for the class token after the last layer (`norm_class`): no language
     model reads it, so it gets no gradient, and is held for the files' sake."""
 

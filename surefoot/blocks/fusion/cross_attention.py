@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot.blocks.base import Block, Initial
 from surefoot.blocks.ffn.swiglu import SwiGLUConfig
-from surefoot.blocks.images import ImagePartConfig
+from surefoot.blocks.images import ImagePart, ImagePartConfig
 from surefoot.blocks.norm import RMSNorm
 from surefoot.config import FieldError
 from surefoot.ops.cross_attention import attend_all
@@ -55,8 +55,10 @@ class Memory(NamedTuple):
     v_BSHK: Tensor
 
 
-class CrossAttention(Block):
+class CrossAttention(ImagePart, Block):
     """See `CrossAttentionConfig`."""
+
+    entries = ("remember",)
 
     def __init__(self, config: CrossAttentionConfig, width: int, features: int) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from surefoot.blocks.base import Block, Initial
-from surefoot.blocks.images import ImagePartConfig
+from surefoot.blocks.images import ImagePart, ImagePartConfig
 from surefoot.ops.activations import ACTIVATIONS
 
 
@@ -28,7 +28,7 @@ class ProjectorConfig(ImagePartConfig):
         return Projector(self, features, width)
 
 
-class Projector(Block):
+class Projector(ImagePart, Block):
     """See `ProjectorConfig`."""
 
     def __init__(self, config: ProjectorConfig, features: int, width: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from surefoot.blocks.base import Block, Initial
 from surefoot.blocks.ffn.mlp import MLPConfig
-from surefoot.blocks.images import ImagePartConfig
+from surefoot.blocks.images import ImagePart, ImagePartConfig
 from surefoot.blocks.norm import LayerNorm
 from surefoot.ops.cross_attention import attend_all
 
@@ -39,7 +39,7 @@ class ResamplerConfig(ImagePartConfig):
         return Resampler(self, width)
 
 
-class Resampler(Block):
+class Resampler(ImagePart, Block):
     """See `ResamplerConfig`."""
 
     def __init__(self, config: ResamplerConfig, width: int) -> None:
