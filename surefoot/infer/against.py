@@ -12,7 +12,8 @@ from torch import Tensor
 from surefoot.config import CheckpointError
 from surefoot.infer.engine import generate
 from surefoot.models.decoder import Decoder, DecoderConfig
-from surefoot.models.multimodal import LateFusionConfig, ModelConfig, Multimodal, Seeing
+from surefoot.models.late_fusion import LateFusionConfig
+from surefoot.models.multimodal import ModelConfig, Multimodal, Seeing
 from surefoot.ops.documents import Documents
 
 TOLERANCE = 2e-4

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 from torch import nn
 
 from surefoot.models.decoder import Decoder
 from surefoot.models.multimodal import Multimodal
+
+
+@runtime_checkable
+class _Stacked(Protocol):
+    def stacks(self) -> dict[str, dict[str, nn.Module]]: ...
 
 
 def text_of(model: Decoder | Multimodal) -> Decoder:
@@ -14,7 +21,9 @@ def text_of(model: Decoder | Multimodal) -> Decoder:
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that passes go through with their full names: of a decoder, of some stage of one, of a model with images."""
-    if isinstance(model, Multimodal):
-        return [(f"{stack}.{i}", layer) for stack, layers in model.stacks().items() for i, layer in enumerate(layers)]
+    """The layers that passes go through with their full names: of a decoder, of a model with images, or of a stage of one."""
+    if isinstance(model, _Stacked):
+        return [
+            (f"{stack}.{name}", layer) for stack, layers in model.stacks().items() for name, layer in layers.items()
+        ]
     return [(f"layers.{name}", layer) for name, layer in model.get_submodule("layers").named_children()]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,16 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import generator_for, materialise, named_weights
 from surefoot.models.layers import named_layers, text_of
 from surefoot.models.multimodal import ModelConfig, Multimodal
-from surefoot.ops.documents import Documents
 from surefoot.ops.loss import LossSums
 from surefoot.parallel import compiled, context, expert, pipeline, shard, tensor
 from surefoot.parallel.compiled import Compilation, compile_layers
 from surefoot.parallel.copies import Copies
 from surefoot.parallel.cut import cut_weights
-from surefoot.parallel.pipeline import Pipeline, Stage
+from surefoot.parallel.pipeline import Pipeline
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import Recomputation, recompute
 from surefoot.parallel.shard import DataParallel, Local
+from surefoot.parallel.stages import Feed, ImageStage, Stage, repeating, shared_weights
 from surefoot.precision import swap
 from surefoot.precision.meter import Meter
 from surefoot.precision.policy import DEFAULT, PrecisionConfig
@@ -42,10 +42,6 @@ from surefoot.precision.product import Sharing
 MicroBatch = tuple[Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
 """Tokens, targets and document numbers, each (B, L): this rank's samples, whole sequences. For a model that reads images also
 those of the samples (B, N, C, Y, X) and, where they stand nowhere in the text, which of them each token sees (B, L, N)."""
-
-Feed = tuple[Tensor, Tensor, Documents, *tuple[Tensor, ...]]
-"""Tokens and targets, (B, L) each, and documents of one micro-batch, as this rank sees them. For a model that reads images also
-those, and where each of these tokens looks (`Multimodal.looks_of`), if not everywhere."""
 
 
 class Passes(Protocol):
@@ -163,10 +159,6 @@ def check(plan: Plan, config: ModelConfig, sequence_length: int, precision: Prec
     with torch.device("meta"):
         model = config.build()
     text = text_of(model)
-    if plan.pipeline > 1 and text is not model:
-        raise ConfigError(
-            "plan.pipeline", plan.pipeline, "has no stages for a model that reads images; use plan.pipeline=1"
-        )
     pipeline.check(text, plan)
     tensor.check(model, plan.tensor, sequence_length)
     expert.check(model, plan.expert)
@@ -229,10 +221,10 @@ def lay_out(
     expert.apply(model, mesh)
     cut_weights(model, mesh, layouts)
     tensor.apply(model, mesh, layouts)
-    whole = pipeline.repeating(text, bounds)
-    weights_on_stages = pipeline.shared_weights(text, bounds)
-    stages = pipeline.stages_of(plan, text, mesh, bounds)
-    modules: Sequence[Decoder | Multimodal | Stage] = stages or [model]
+    whole = repeating(text, bounds)
+    weights_on_stages = shared_weights(model, bounds)
+    stages = pipeline.stages_of(plan, model, mesh, bounds)
+    modules: Sequence[Decoder | Multimodal | Stage | ImageStage] = stages or [model]
     compilation = compile_layers("none" if device.type == "meta" else plan.compile, modules)
     recomputation = recompute(plan.recompute, modules)
     for module in modules:
@@ -249,8 +241,7 @@ def lay_out(
         return Laid(
             model, mesh, data_parallel, Whole(model, data_parallel), None, compilation, recomputation, meter, precision
         )
-    # Its feeds are of text alone: `check`.
-    passes = cast(Passes, Pipeline(plan, stages, mesh, device, whole))
+    passes = Pipeline(plan, stages, mesh, device, whole)
     copies = Copies(plan, mesh, data_parallel, weights_on_stages) if weights_on_stages else None
     return Laid(model, mesh, data_parallel, passes, copies, compilation, recomputation, meter, precision)
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surefoot.dist.mesh import Mesh
-from surefoot.parallel.pipeline import SharedWeight, rank_of
+from surefoot.parallel.pipeline import rank_of
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import DataParallel
+from surefoot.parallel.stages import SharedWeight
 
 
 class Copies:

@@ -36,8 +36,8 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.initialise import named_weights
 from surefoot.models.layers import named_layers
 from surefoot.models.multimodal import Multimodal
-from surefoot.parallel.pipeline import Stage
 from surefoot.parallel.plan import Plan
+from surefoot.parallel.stages import ImageStage, Stage
 from surefoot.precision.policy import DEFAULT, PrecisionConfig, Types
 
 REPLICAS = ("replicate",)
@@ -85,7 +85,7 @@ class DataParallel(ABC):
         self.locals: list[Local] = []
         self.copies: dict[str, Local] = {}
         for module in modules:
-            owners = module.copies if isinstance(module, Stage) else {}
+            owners = module.copies if isinstance(module, Stage | ImageStage) else {}
             for name, block, weight in named_weights(module):
                 owner = owners.get(name, name)
                 axes = block.axes[weight]
@@ -296,7 +296,7 @@ class FullySharded(DataParallel):
 
     @staticmethod
     def wrap(
-        module: Decoder | Multimodal | Stage,
+        module: Decoder | Multimodal | Stage | ImageStage,
         mesh: Mesh,
         precision: PrecisionConfig,
         *,
@@ -306,7 +306,7 @@ class FullySharded(DataParallel):
         """Make FSDP2 units of a model or stage that may still be on meta."""
         replicas = (REPLICAS,) if mesh.size(*REPLICAS) > 1 else ()
         data_mesh = mesh.device_mesh(device_type, *replicas, SHARDS)
-        unread = module.unread() if isinstance(module, Multimodal) else []
+        unread = module.unread() if isinstance(module, Multimodal | ImageStage) else []
         layers = [layer for _, layer in named_layers(module)]
         units: list[tuple[nn.Module, DeviceMesh]] = [(unit, data_mesh) for unit in (*layers, *unread, module)]
         if mesh.size("expert") > 1:
@@ -426,7 +426,11 @@ def check(plan: Plan, precision: PrecisionConfig) -> None:
 
 
 def wrap(
-    plan: Plan, module: Decoder | Multimodal | Stage, mesh: Mesh, device: torch.device, precision: PrecisionConfig
+    plan: Plan,
+    module: Decoder | Multimodal | Stage | ImageStage,
+    mesh: Mesh,
+    device: torch.device,
+    precision: PrecisionConfig,
 ) -> None:
     """What a strategy does to a model or stage before its weights have memory."""
     if plan.is_fully_sharded:

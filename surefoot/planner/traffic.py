@@ -28,9 +28,10 @@ from surefoot.optim import exchange
 from surefoot.optim.base import OptimizerConfig, Param
 from surefoot.optim.muon import MuonConfig, cost_of
 from surefoot.parallel import context, expert, tensor
-from surefoot.parallel.pipeline import Stage, bounds_of, indexes_of, rank_of, shared_weights
+from surefoot.parallel.pipeline import bounds_of, indexes_of, rank_of
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import REPLICAS, shards_of
+from surefoot.parallel.stages import Stage, shared_weights
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _handed(plan: Plan, work: Workload, stage: Stage, here: int) -> float:
     num_bytes = 0.0
     for other, things in ((stage.index - 1, stage.given), (stage.index + 1, stage.passed)):
         if rank_of(plan, other) not in (None, here):
-            num_bytes += stream + sum(left.empty(batch, length, embedded).nbytes for left in things)
+            num_bytes += stream + sum(left.empty(batch, length, embedded, {}).nbytes for left in things)
     return num_bytes / plan.tensor
 
 

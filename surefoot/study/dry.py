@@ -25,9 +25,10 @@ from surefoot.dist.fake import META, Ledger, fake_world
 from surefoot.dist.mesh import Mesh
 from surefoot.models.count import build_meta
 from surefoot.optim.base import Optimizer, Param
-from surefoot.parallel.apply import Feed, Laid, check, lay_out
+from surefoot.parallel.apply import Laid, check, lay_out
 from surefoot.parallel.pipeline import Pipeline, bounds_of, indexes_of
 from surefoot.parallel.recompute import Budget
+from surefoot.parallel.stages import Feed
 from surefoot.planner.traffic import Workload
 from surefoot.train.agree import Ranks
 from surefoot.train.ready import fit_device

@@ -24,8 +24,10 @@ from surefoot.blocks.fusion.resampler import ResamplerConfig
 from surefoot.blocks.images import ImagePartConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.infer.states import stored_bytes
+from surefoot.models.cross_fusion import CrossFusionConfig, SeeingAcross
 from surefoot.models.decoder import DecoderConfig
-from surefoot.models.multimodal import CrossFusionConfig, LateFusionConfig, Multimodal, MultimodalConfig, SeeingAcross
+from surefoot.models.late_fusion import LateFusionConfig
+from surefoot.models.multimodal import Multimodal, MultimodalConfig
 from surefoot.ops.documents import Documents
 from surefoot.ops.loss import LossSums
 from surefoot.study.contracts import (

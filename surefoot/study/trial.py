@@ -14,7 +14,8 @@ from surefoot.dist.layout import Box
 from surefoot.dist.mesh import own_mesh
 from surefoot.models.count import build_meta
 from surefoot.models.initialise import constant_starts, generator_for
-from surefoot.models.multimodal import LateFusionConfig, ModelConfig, MultimodalConfig
+from surefoot.models.late_fusion import LateFusionConfig
+from surefoot.models.multimodal import ModelConfig, MultimodalConfig
 from surefoot.ops.loss import IGNORED
 from surefoot.optim.base import Optimizer, Param, gradients_of
 from surefoot.optim.clip import clip_, global_norm

@@ -15,9 +15,11 @@ from surefoot.blocks.fusion.resampler import ResamplerConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
 from surefoot.config import Config, ConfigError, from_dict, to_dict
 from surefoot.infer.engine import generate
+from surefoot.models.cross_fusion import CrossFusionConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.initialise import initialise
-from surefoot.models.multimodal import CrossFusionConfig, LateFusionConfig, Multimodal, MultimodalConfig
+from surefoot.models.late_fusion import LateFusionConfig
+from surefoot.models.multimodal import Multimodal, MultimodalConfig
 from surefoot.ops.cross_attention import attend_all, attend_all_plain
 from surefoot.ops.documents import Documents
 from tests.redraw import redraw

@@ -16,10 +16,11 @@ from surefoot.dist.pool import Pool
 from surefoot.models.count import build_meta
 from surefoot.models.decoder import DecoderConfig
 from surefoot.ops.documents import Documents
-from surefoot.parallel.pipeline import Pipeline, Stage, handed_on, repeating, shared_weights
+from surefoot.parallel.pipeline import Pipeline
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.recompute import RecomputeConfig
 from surefoot.parallel.schedules import Schedule
+from surefoot.parallel.stages import Stage, handed_on, repeating, shared_weights
 from tests.parallel.parity import assert_same_as_one_process, decoder
 from tests.spread import spread
 

@@ -17,8 +17,10 @@ from surefoot.blocks.fusion.resampler import ResamplerConfig
 from surefoot.config import ConfigError
 from surefoot.dist.mesh import own_mesh
 from surefoot.dist.pool import Pool, RankError
+from surefoot.models.cross_fusion import CrossFusionConfig
+from surefoot.models.late_fusion import LateFusion, LateFusionConfig
 from surefoot.models.layers import named_layers
-from surefoot.models.multimodal import CrossFusionConfig, LateFusion, LateFusionConfig, MultimodalConfig
+from surefoot.models.multimodal import MultimodalConfig
 from surefoot.ops.loss import IGNORED
 from surefoot.optim.adamw import AdamWConfig
 from surefoot.parallel import apply as apply_module
@@ -73,6 +75,15 @@ PLANS = [
     Plan(shard=2, zero=1, context=2, tensor=2),
     Plan(context=2),
     Plan(replicate=2, shard=2, zero=3, tensor=2),
+    Plan(pipeline=2),
+    Plan(pipeline=4, schedule="gpipe"),
+    Plan(pipeline=2, schedule="interleaved", tensor=2),
+    Plan(pipeline=2, schedule="zero-bubble"),
+    Plan(pipeline=2, schedule="zbv", shard=2, zero=3),
+    Plan(pipeline=2, schedule="dualpipev", context=2),
+    Plan(pipeline=2, schedule="1f1b", shard=2, zero=1, tensor=2),
+    Plan(pipeline=2, schedule="zbv"),
+    Plan(pipeline=2, schedule="1f1b", replicate=2, shard=2, zero=3),
 ]
 
 
@@ -89,7 +100,7 @@ def named(value: Any) -> str:
     ids=named,
 )
 def test_gradients_are_those_of_one_process(pool: Pool, plan: Plan, fusion: str) -> None:
-    assert_same_as_one_process(pool, plan, BY_NAME[fusion], num_micro=2)
+    assert_same_as_one_process(pool, plan, BY_NAME[fusion], num_micro=2 if plan.pipeline == 1 else 4)
 
 
 @pytest.mark.parametrize("fusion", BY_NAME)
@@ -309,7 +320,7 @@ def test_all_layers_that_are_read_are_recomputed(fusion: str) -> None:
     ids=named,
 )
 def test_recomputation_under_layouts(pool: Pool, plan: Plan, fusion: str) -> None:
-    assert_same_as_one_process(pool, plan, BY_NAME[fusion], num_micro=2)
+    assert_same_as_one_process(pool, plan, BY_NAME[fusion], num_micro=2 if plan.pipeline == 1 else 4)
 
 
 def traced(plan: Plan, config: MultimodalConfig) -> Any:
@@ -365,7 +376,6 @@ def test_products_are_narrow_in_the_text_alone() -> None:
 @pytest.mark.parametrize(
     ("plan", "length", "said"),
     [
-        (Plan(pipeline=2), LENGTH, "has no stages for a model that reads images"),
         (Plan(expert=2), LENGTH, "the model has no experts to share out"),
         (Plan(tensor=3), LENGTH, "must divide 4 heads of text.layers.0.mixer"),
         (Plan(tensor=2), 15, "15 data.sequence_length"),

@@ -8,13 +8,13 @@ from surefoot.blocks.ffn.swiglu import SwiGLUConfig
 from surefoot.blocks.fusion.cross_attention import CrossAttentionConfig
 from surefoot.blocks.fusion.resampler import ResamplerConfig
 from surefoot.blocks.mixers.attention import AttentionConfig
+from surefoot.models.cross_fusion import CrossFusionConfig
 from surefoot.models.decoder import DecoderConfig
 from surefoot.models.hf.family import Family, family_named
 from surefoot.models.hf.llama import network_ties, read_attention, read_stem, write_attention, write_stem
 from surefoot.models.hf.llava import norm_ties, read_vision, read_word, vision_ties, word_of, write_vision
 from surefoot.models.hf.settings import Json, Settings
 from surefoot.models.hf.weights import Tie, same
-from surefoot.models.multimodal import CrossFusionConfig
 
 _GATES = {"float": "one", "vector": "vector"}
 _NORMS = {False: "none", True: "head"}

@@ -9,7 +9,7 @@ from surefoot.blocks.fusion.projector import ProjectorConfig
 from surefoot.models.hf.family import Family, family_named, settings_for
 from surefoot.models.hf.settings import Json, Settings
 from surefoot.models.hf.weights import Tie, same
-from surefoot.models.multimodal import LateFusionConfig
+from surefoot.models.late_fusion import LateFusionConfig
 
 CLIP_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ACTIVATIONS = CLIP_ACTIVATIONS | {"relu": "relu", "silu": "silu"}
