@@ -123,7 +123,9 @@ class Stage(nn.Module):
             for reader in self.readers:
                 shared[FEATURES] = reader.features(seeing[0], self._dtype)
                 embedded_BLD = reader.placed(embedded_BLD, shared[FEATURES], *seeing[1:] or (None,))
-            x_BLS, shared[EMBEDDED] = self.config.expand(embedded_BLD), embedded_BLD
+            x_BLS = self.config.expand(embedded_BLD)
+            if self.config.reads_embedded:
+                shared[EMBEDDED] = embedded_BLD
         betweens = [
             reader.between(shared[FEATURES], *seeing[1:] or (None,)) for reader in self.readers if FEATURES in shared
         ]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.blocks.mixers.rwkv7 import FIRST_VALUES, RWKV7, RWKV7Config
+from surefoot.config import ConfigError
 from surefoot.models.initialise import generator_for, named_weights
 from surefoot.ops.documents import Documents
 from surefoot.parallel.plan import Plan
@@ -69,7 +70,7 @@ def test_values_of_the_first_layer_matter_to_later_ones() -> None:
     docs = Documents(None, 12)
     found = [mixer(x, docs, None, {FIRST_VALUES: torch.full((1, 12, 8), value)}) for value in (0.0, 1.0)]
     assert not torch.allclose(*found)
-    with pytest.raises(ValueError, match="needs an earlier RWKV-7 layer with values=own"):
+    with pytest.raises(ValueError, match="needs an earlier layer's values in shared"):
         mixer(x, docs, None, {})
 
 
@@ -80,3 +81,15 @@ def test_shared_values_are_laid_out_right(pool: object, plan: Plan) -> None:
     others = {"o": config, "x": config.model_copy(update={"values": "mixed"})}
     model = type(decoder())(**(base | {"other_mixers": others, "mixer_pattern": "oxmx"}))
     assert_same_as_one_process(pool, plan, model, num_micro=2)  # type: ignore[arg-type]
+
+
+def test_values_that_nobody_left_are_refused_before_a_model_is_built() -> None:
+    config = RWKV7Config(num_heads=4, head_size=4, rank=3, gate_rank=5, values="mixed")
+    own = config.model_copy(update={"values": "own", "num_heads": 2, "head_size": 8})
+    for mixers, said in (
+        ({"mixer": config}, "which no earlier layer leaves"),
+        ({"mixer": own}, "must be 2 as in the layer"),
+    ):
+        others = {"other_mixers": {"x": config}, "mixer_pattern": "mx"} if mixers["mixer"] is own else {}
+        with pytest.raises(ConfigError, match=said):
+            type(decoder())(**(dict(decoder()) | mixers | others))

@@ -151,10 +151,6 @@ PLANS = [
 @mixers
 @pytest.mark.parametrize("plan", PLANS, ids=Plan.describe)
 def test_a_hybrid_is_laid_out_right(pool: Pool, plan: Plan, config: MixerConfig) -> None:
-    if isinstance(config, RetentionConfig) and plan.tensor > 1:
-        with pytest.raises(ConfigError, match="has no axis among"):
-            check(plan, type(decoder())(**(dict(decoder()) | {"mixer": config})), LENGTH)
-        return
     base: dict[str, Any] = dict(decoder())
     hybrid = type(decoder())(**(base | {"other_mixers": {"s": config}, "mixer_pattern": "sm"}))
     assert_same_as_one_process(pool, plan, hybrid, num_micro=4 if plan.pipeline > 1 else 2)

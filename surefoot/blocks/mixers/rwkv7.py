@@ -192,7 +192,7 @@ class RWKV7(Mixer):
                 # A copy: FSDP hangs its hooks on what a layer returns, and a view might lose them.
                 shared[FIRST_VALUES] = v.clone()
             return v
-        if shared is None:
+        if shared is None or FIRST_VALUES not in shared:
             raise ValueError(f"needs an earlier layer's values in shared, under {FIRST_VALUES!r}")
         return v + (shared[FIRST_VALUES].to(v.dtype) - v) * self._narrow("v", x_BLD).sigmoid()
 
