@@ -110,10 +110,6 @@ class CrossFusion(Multimodal):
         _check_seen(seen_BLN, rows, num, tokens_BL.shape[1])
         return seen_BLN
 
-    def stacks(self) -> dict[str, dict[str, nn.Module]]:
-        """See `Multimodal.stacks`."""
-        return super().stacks() | {"cross": dict(self.cross.named_children())}
-
     @property
     def num_features(self) -> int:
         """Of one image, as cross-attention meets them."""
@@ -140,9 +136,11 @@ class CrossFusion(Multimodal):
 class SeeingAcross(Seeing):
     """Keys and values that each cross-attention makes of features (B, N, P, W) are held, and read by all tokens."""
 
+    model: CrossFusion
+
     def __init__(self, model: CrossFusion, features_BNPW: Tensor, seen_BLN: Tensor | None) -> None:
         super().__init__(model)
-        self.across_model, (self.rows, self.num_images) = model, features_BNPW.shape[:2]
+        self.rows, self.num_images = features_BNPW.shape[:2]
         self.seen_BLN = None if seen_BLN is None else seen_BLN.bool()
         self.memories = [layer.remember(features_BNPW.flatten(1, 2)) for layer in model._cross()]
 
@@ -170,7 +168,7 @@ class SeeingAcross(Seeing):
         """See `Seeing.read`."""
         _check_seen(looks, self.rows, self.num_images, tokens_BL.shape[1])
         x_BLD = self.embedding(tokens_BL, dtype or self.embedding.weight.dtype)
-        between = self.across_model.across(self.memories.__getitem__, looks)
+        between = self.model.across(self.memories.__getitem__, looks)
         return self.model.text.read(x_BLD, tokens_BL, docs, states, between)
 
 

@@ -84,9 +84,12 @@ class Multimodal(nn.Module):
         return [*list(self.vision.layers)[self.num_read :], self.vision.norm_class]
 
     def stacks(self) -> dict[str, dict[str, nn.Module]]:
-        """The layers that passes go through, by the name of the list that they are in and their own there."""
-        vision = dict(list(self.vision.layers.named_children())[: self.num_read])
-        return {"text.layers": dict(self.text.layers.named_children()), "vision.layers": vision}
+        """The layers that passes go through, as far as they are here, by the name of their list and their own there."""
+        here = [name for name in ("text.layers", "vision.layers", "cross") if name.partition(".")[0] in self._modules]
+        found = {name: dict(self.get_submodule(name).named_children()) for name in here}
+        if "vision.layers" in found:
+            found["vision.layers"] = dict(list(found["vision.layers"].items())[: self.num_read])
+        return found
 
     def forward(
         self,

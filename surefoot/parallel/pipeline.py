@@ -181,7 +181,7 @@ class Pipeline:
             for width in (config.stream_width, config.width)
         )
         others = {}
-        for reader in self.stages[0].readers:
+        if (reader := self.stages[0].reader) is not None:
             images_BNCYX = next(iter(feed[3:]))
             shape = reader.features_shape(batch, images_BNCYX.shape[1])
             others[FEATURES] = torch.empty(shape, dtype=dtype, device="meta")

@@ -84,8 +84,8 @@ class Stage(nn.Module):
     def __init__(self, model: Decoder, index: int, bounds: Sequence[int], reader: Multimodal | None = None) -> None:
         super().__init__()
         self.index, self.config = index, model.config
-        # What reads images, held by `ImageStage`.
-        self.readers: tuple[Multimodal, ...] = () if reader is None else (reader,)
+        # In a tuple, as its parts are those of `ImageStage` and not of this stage.
+        self._reader = (reader,)
         self.is_first, self.is_last = index == 0, index == len(bounds) - 2
         self.embedding = model.embedding if self.is_first else None
         self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(bounds[index], bounds[index + 1])})
@@ -106,6 +106,11 @@ class Stage(nn.Module):
         self._num_tokens, self._dtype = 1, torch.float32
         self.sums = (0.0, 0.0)
 
+    @property
+    def reader(self) -> Multimodal | None:
+        """What reads images, as far as it is here."""
+        return self._reader[0]
+
     def begin(self, feeds: Sequence[Feed], num_tokens: int, dtype: torch.dtype) -> None:
         """Before the passes of one step."""
         self._feeds, self._num_tokens, self._dtype = feeds, num_tokens, dtype
@@ -115,22 +120,21 @@ class Stage(nn.Module):
         """Micro-batch `number_1`: the first stage reads its tokens, not `x_BLS`; the last returns (1,), its share of the
         step's objective. All others return the stream, and behind it what they pass on, if anything."""
         tokens_BL, targets_BL, docs, *seeing = self._feeds[int(number_1)]
+        reader, looks = self.reader, seeing[1] if len(seeing) > 1 else None
         shared: Shared = {TOKENS: tokens_BL}
         for left, x in zip(self.given, given, strict=True):
             shared[left.name] = differentiably(_SendableGradient, x)
         if self.embedding is not None:
             embedded_BLD = self.embedding(tokens_BL, self._dtype)
-            for reader in self.readers:
+            if reader is not None:
                 shared[FEATURES] = reader.features(seeing[0], self._dtype)
-                embedded_BLD = reader.placed(embedded_BLD, shared[FEATURES], *seeing[1:] or (None,))
+                embedded_BLD = reader.placed(embedded_BLD, shared[FEATURES], looks)
             x_BLS = self.config.expand(embedded_BLD)
             if self.config.reads_embedded:
                 shared[EMBEDDED] = embedded_BLD
-        betweens = [
-            reader.between(shared[FEATURES], *seeing[1:] or (None,)) for reader in self.readers if FEATURES in shared
-        ]
+        between = None if reader is None or FEATURES not in shared else reader.between(shared[FEATURES], looks)
         for name, layer in self.layers.items():
-            for between in filter(None, betweens):
+            if between is not None:
                 x_BLS = between(int(name), x_BLS)
             x_BLS, new = layer(x_BLS, docs, None, shared)
             shared = shared | new
@@ -139,8 +143,7 @@ class Stage(nn.Module):
             x_BLS = x_BLS if auxiliary is None else _with_loss(x_BLS, auxiliary / self._num_tokens)
             # Copies: what only passes through is no result of a stage's, and FSDP warns of views.
             return (x_BLS, *(shared[left.name].clone() for left in self.passed)) if self.passed else x_BLS
-        for reader in self.readers:
-            targets_BL = reader.textual(targets_BL)
+        targets_BL = targets_BL if reader is None else reader.textual(targets_BL)
         hidden_BLD = self.norm(self.config.connection.collapse(x_BLS))
         objective, sums = self.head.loss(hidden_BLD, targets_BL)
         self.sums = (self.sums[0] + sums.nll.item(), self.sums[1] + sums.z.item())
@@ -164,8 +167,8 @@ class ImageStage(nn.Module):
         # The model as far as it is here: the same modules under the same names, and what it does with them.
         reader = copy.copy(model)
         reader._modules = self._modules
+        self._reader = (reader,)
         self.text = Stage(model.text, index, bounds, reader)
-        self.num_read = model.num_read
         here = range(bounds[index], bounds[index + 1])
         for name, part in model.named_children():
             if name == "cross":
@@ -177,16 +180,11 @@ class ImageStage(nn.Module):
 
     def unread(self) -> list[nn.Module]:
         """See `Multimodal.unread`."""
-        return self.text.readers[0].unread() if self.text.is_first else []
+        return self._reader[0].unread() if self.text.is_first else []
 
     def stacks(self) -> dict[str, dict[str, nn.Module]]:
-        """The layers that passes go through, by the name of the list that they are in, and their names there."""
-        found = {"text.layers": dict(self.text.layers.items())}
-        if self.text.is_first:
-            found["vision.layers"] = dict(list(self.get_submodule("vision.layers").named_children())[: self.num_read])
-        return found | (
-            {"cross": dict(self.get_submodule("cross").named_children())} if "cross" in self._modules else {}
-        )
+        """See `Multimodal.stacks`."""
+        return self._reader[0].stacks()
 
     def forward(self, x_BLS: Tensor, *given: Tensor, number_1: Tensor) -> Tensor | tuple[Tensor, ...]:
         """See `Stage.forward`."""
@@ -204,7 +202,7 @@ class SharedWeight(NamedTuple):
 
 
 def shared_weights(model: Decoder | Multimodal, bounds: Sequence[int]) -> list[SharedWeight]:
-    """All of them, in an order that all ranks share. The model is whole, none of its stages taken yet."""
+    """All of them, in an order that all ranks share."""
     if isinstance(model, Multimodal):
         return [
             one._replace(owner=f"text.{one.owner}", copy=f"text.{one.copy}")

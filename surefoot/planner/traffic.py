@@ -31,7 +31,7 @@ from surefoot.parallel import context, expert, tensor
 from surefoot.parallel.pipeline import bounds_of, indexes_of, rank_of
 from surefoot.parallel.plan import Plan
 from surefoot.parallel.shard import REPLICAS, shards_of
-from surefoot.parallel.stages import Stage, shared_weights
+from surefoot.parallel.stages import SharedWeight, Stage, shared_weights
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,10 @@ class _Step:
     num_embeddings: int
     """How often a micro-batch passes the embedding here, and the head: 0 where another stage has it."""
     num_heads: int
-    between_stages: float
-    """Bytes that go to other stages' ranks: activations and gradients, and weights that stages share."""
+    stages: list[Stage]
+    """Of a pipeline, on this rank."""
+    shared: list[tuple[SharedWeight, Layout]]
+    """Weights that stages of all ranks share, and how a rank keeps each."""
     config: DecoderConfig
     sent: dict[Flow, float] = field(default_factory=dict)
 
@@ -129,7 +131,7 @@ def traffic(
     _tensor(step)
     _context(step)
     _expert(step)
-    step.add(("pipeline",), "send", step.between_stages)
+    _pipeline(step)
     if isinstance(optim, MuonConfig):
         _whole_matrices(step)
     _agreement(step)
@@ -139,19 +141,11 @@ def traffic(
 def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
     layouts = expert.cut(model, tensor.layouts_of(model, plan.tensor), plan.expert)
     modules: list[Decoder | Stage] = [model]
-    between = 0.0
+    shared: list[SharedWeight] = []
     if plan.pipeline > 1:
         bounds = bounds_of(model, plan.num_stages, work.sequence_length)
-        here = plan.grid.coordinates(rank)["pipeline"]
-        for one in shared_weights(model, bounds):
-            owner_rank, copy_rank = (rank_of(plan, stage) for stage in (one.owner_stage, one.copy_stage))
-            if here in (owner_rank, copy_rank) and owner_rank != copy_rank:
-                # Its gradient from the copy to the owner, its value back.
-                box = _kept(plan, layouts[one.owner]).box(plan.grid, plan.grid.coordinates(rank))
-                between += box.num_elements * work.weights.itemsize
-        stages_here = [Stage(model, index, bounds) for index in indexes_of(plan, here)]
-        between += work.num_micro_batches * sum(_handed(plan, work, stage, here) for stage in stages_here)
-        modules = [*stages_here]
+        shared = shared_weights(model, bounds)
+        modules = [Stage(model, index, bounds) for index in indexes_of(plan, plan.grid.coordinates(rank)["pipeline"])]
     weights = []
     for module in modules:
         owners = module.copies if isinstance(module, Stage) else {}
@@ -188,26 +182,14 @@ def _step(plan: Plan, model: Decoder, work: Workload, rank: int) -> _Step:
         router_numbers,
         num_embeddings,
         num_heads,
-        between,
+        [module for module in modules if isinstance(module, Stage)],
+        [(one, _kept(plan, layouts[one.owner])) for one in shared],
         model.config,
     )
 
 
 def _kept(plan: Plan, cut: Layout) -> Layout:
     return cut.split(0, *shards_of(cut)) if plan.is_sharded else cut
-
-
-def _handed(plan: Plan, work: Workload, stage: Stage, here: int) -> float:
-    """Bytes of a micro-batch that a stage sends to others' ranks: what it passes on, and gradients of what it was given."""
-    batch, length, width = work.micro_batch, work.sequence_length // plan.context, stage.config.width
-    # Tensor ranks cut the sequence of the stream and of embeddings, and the heads of what mixers leave.
-    embedded = torch.empty((batch, length, width), dtype=work.compute, device="meta")
-    stream = embedded.nbytes * stage.config.connection.num_streams
-    num_bytes = 0.0
-    for other, things in ((stage.index - 1, stage.given), (stage.index + 1, stage.passed)):
-        if rank_of(plan, other) not in (None, here):
-            num_bytes += stream + sum(left.empty(batch, length, embedded, {}).nbytes for left in things)
-    return num_bytes / plan.tensor
 
 
 def _data(step: _Step) -> None:
@@ -298,6 +280,25 @@ def _context(step: _Step) -> None:
         else:
             # Round once in forward and once in backward, and their gradients all the way home.
             step.add(axes, "send", 2 * (num_ranks - 1) * kv * narrow + num_ranks * kv * step.wide)
+
+
+def _pipeline(step: _Step) -> None:
+    """To stages that are elsewhere: what is passed on, gradients of what was given; weights that stages share."""
+    plan, work, here, axes = step.plan, step.work, step.grid.coordinates(step.rank)["pipeline"], ("pipeline",)
+    batch, length = work.micro_batch, work.sequence_length // plan.context
+    # Tensor ranks cut the sequence of the stream and of embeddings, and the heads of what mixers leave.
+    embedded = torch.empty((batch, length, step.config.width), dtype=work.compute, device="meta")
+    stream = embedded.nbytes * step.config.connection.num_streams
+    for stage in step.stages:
+        for other, things in ((stage.index - 1, stage.given), (stage.index + 1, stage.passed)):
+            if rank_of(plan, other) not in (None, here):
+                handed = stream + sum(left.empty(batch, length, embedded, {}).nbytes for left in things)
+                step.add(axes, "send", work.num_micro_batches * handed / plan.tensor)
+    for one, kept in step.shared:
+        ranks = {rank_of(plan, one.owner_stage), rank_of(plan, one.copy_stage)}
+        if here in ranks and len(ranks) > 1:
+            # Its gradient from the copy to the owner, its value back.
+            step.add(axes, "send", step.numbers(kept) * work.weights.itemsize)
 
 
 def _whole_matrices(step: _Step) -> None:
